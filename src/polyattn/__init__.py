@@ -1,0 +1,73 @@
+"""One attention call that runs on the best kernel of the machine and says why it chose it.
+
+This module is framework-free: it imports neither torch nor jax. The calls themselves are in
+``polyattn.torch``.
+
+>>> from polyattn import Causal, Window
+>>> Causal() & Window(left=255)
+Causal() & Window(left=255, right=None)
+"""
+
+from __future__ import annotations
+
+from polyattn.biases import Alibi, DenseBias
+from polyattn.errors import (
+    InvalidProblem,
+    MissingDependency,
+    OffloadError,
+    PolyattnError,
+    SettingsError,
+    TraceError,
+    TuningError,
+    UnknownBackend,
+    Unsupported,
+)
+from polyattn.facts import Facts
+from polyattn.masks import (
+    BlockMap,
+    Causal,
+    Dense,
+    Full,
+    Mask,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+    Window,
+)
+from polyattn.problem import Problem
+from polyattn.requests import record_selections, set_backend, use_backend
+from polyattn.selection import Selection
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Alibi",
+    "BlockMap",
+    "Causal",
+    "Dense",
+    "DenseBias",
+    "Facts",
+    "Full",
+    "InvalidProblem",
+    "Mask",
+    "MissingDependency",
+    "OffloadError",
+    "Packed",
+    "Padding",
+    "PolyattnError",
+    "PrefixLM",
+    "Problem",
+    "Segments",
+    "Selection",
+    "SettingsError",
+    "TraceError",
+    "TuningError",
+    "UnknownBackend",
+    "Unsupported",
+    "Window",
+    "__version__",
+    "record_selections",
+    "set_backend",
+    "use_backend",
+]

@@ -1,0 +1,142 @@
+"""What a backend can do, declared once and denied by default; one check gives every reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from polyattn.problem import Problem
+
+__all__ = ["ALL_MASKS", "Capabilities", "Reason", "arch_number"]
+
+ALL_MASKS: frozenset[str] = frozenset(
+    {
+        "And", "BlockMap", "Causal", "Dense", "Full", "Or", "Packed", "Padding", "PrefixLM",
+        "Segments", "Window",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a backend refuses: what was got, what it takes, and what would change that.
+
+    >>> print(Reason("dtype", "float64", "float16 or bfloat16", "cast the inputs"))
+    dtype: got float64, takes float16 or bfloat16 (cast the inputs)
+    """
+
+    fact: str
+    got: str
+    takes: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        fix = f" ({self.fix})" if self.fix else ""
+        return f"{self.fact}: got {self.got}, takes {self.takes}{fix}"
+
+
+def arch_number(arch: str) -> int:
+    """Return 90 for ``sm_90`` and ``sm_90a``."""
+    return int(arch.removeprefix("sm_").rstrip("a"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The problems a backend runs exactly; everything not declared is refused.
+
+    `archs` bounds CUDA compute capabilities, e.g. ``(80, 121)``; `head_dims` is (smallest,
+    largest, multiple). `exactness` other than ``"exact"`` marks a quantised backend, which is
+    never chosen automatically.
+
+    >>> can = Capabilities(devices={"cpu"}, dtypes={"float32"}, head_dims=(1, 256, 1))
+    >>> small = Problem(batch=1, q_len=4, kv_len=4, heads=1, kv_heads=1, head_dim=8)
+    >>> can.check(small)
+    ()
+    >>> print(*can.check(small.with_(dtype="float64", lse=True)), sep="\\n")
+    dtype: got float64, takes float32
+    lse: got return_lse=True, takes no log-sum-exp output
+    """
+
+    devices: frozenset[str] | set[str]
+    dtypes: frozenset[str] | set[str]
+    head_dims: tuple[int, int, int] = (1, 0, 1)
+    archs: tuple[int, int] | None = None
+    layouts: frozenset[str] | set[str] = frozenset({"BTNH", "BNTH"})
+    masks: frozenset[str] | set[str] = frozenset()
+    biases: frozenset[str] | set[str] = frozenset()
+    bias_grad: bool = False
+    scale: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    sinks_grad: bool = False
+    dropout: bool = False
+    gqa: bool = False
+    value_dim: bool = False
+    lse: bool = False
+    backward: bool = False
+    deterministic: bool = False
+    deterministic_backward: bool = False
+    strided: bool = False
+    compiled: bool = False
+    exactness: str = "exact"
+
+    def check(self, problem: Problem) -> tuple[Reason, ...]:
+        """Return every reason against running `problem`; none means that it runs exactly."""
+        return (*self._sets(problem), *self._dims(problem), *self._features(problem))
+
+    def _sets(self, p: Problem) -> Iterator[Reason]:
+        for fact, got, allowed in (
+            ("device", p.device, self.devices),
+            ("dtype", p.dtype, self.dtypes),
+            ("layout", p.layout, self.layouts),
+        ):
+            if got not in allowed:
+                yield Reason(fact, got, _or(allowed))
+        if p.mask is not None and (extra := p.mask.kinds - self.masks - {"Full"}):
+            yield Reason("mask", p.mask.signature, f"no {_or(extra)}")
+        if p.bias is not None and p.bias.partition("(")[0] not in self.biases:
+            yield Reason("bias", p.bias, _or(self.biases))
+        if self.archs and p.device == "cuda" and p.arch is not None:
+            low, high = self.archs
+            if not low <= arch_number(p.arch) <= high:
+                yield Reason("compute capability", p.arch, f"sm_{low} to sm_{high}")
+
+    def _dims(self, p: Problem) -> Iterator[Reason]:
+        low, high, step = self.head_dims
+        for fact, size in (("head dim", p.head_dim), ("value dim", p.value_dim)):
+            if not low <= size <= high or size % step:
+                of = f" in multiples of {step}" if step > 1 else ""
+                yield Reason(fact, str(size), f"{low} to {high}{of}", "pad the heads" if of else "")
+        if p.value_dim != p.head_dim and not self.value_dim:
+            yield Reason("value dim", f"{p.value_dim} for head dim {p.head_dim}", "equal ones")
+
+    def _features(self, p: Problem) -> Iterator[Reason]:
+        for fact, wanted, can, got, takes in (
+            ("GQA", p.gqa, self.gqa, f"{p.heads} query and {p.kv_heads} key/value heads",
+             "as many key/value as query heads"),
+            ("bias gradient", p.bias_grad, self.bias_grad, "a bias that needs a gradient",
+             "biases without gradient"),
+            ("scale", p.scale is not None, self.scale, f"scale={p.scale}", "1/sqrt(head dim)"),
+            ("soft cap", p.softcap is not None, self.softcap, f"softcap={p.softcap}", "none"),
+            ("sinks", p.sinks > 0, self.sinks, f"{p.sinks} sinks a head", "none"),
+            ("sinks gradient", p.sinks_grad, self.sinks_grad, "sinks that need a gradient",
+             "sinks without gradient"),
+            ("dropout", p.dropout_p > 0, self.dropout, f"dropout_p={p.dropout_p}", "0"),
+            ("lse", p.lse, self.lse, "return_lse=True", "no log-sum-exp output"),
+            ("backward", p.grad, self.backward, "inputs that need gradients", "inference only"),
+            ("determinism", p.deterministic, self.deterministic, "deterministic=True",
+             "no promise of bitwise equal results"),
+            ("determinism", p.deterministic and p.grad and self.deterministic,
+             self.deterministic_backward, "deterministic=True with gradients",
+             "no promise of bitwise equal gradients"),
+            ("strides", not p.contiguous, self.strided, "a last dim that is not contiguous",
+             "contiguous last dims"),
+            ("torch.compile", p.compiled, self.compiled, "a call traced by the compiler",
+             "eager calls"),
+        ):  # fmt: skip
+            if wanted and not can:
+                yield Reason(fact, got, takes)
+
+
+def _or(names: frozenset[str] | set[str]) -> str:
+    return " or ".join(sorted(names)) or "none"

@@ -1,0 +1,89 @@
+"""The arrays that masks and biases carry, of any framework, without importing one.
+
+A payload is an array (anything with ``shape`` and ``dtype``) or nested tuples of numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.errors import InvalidProblem
+
+__all__ = ["at", "describe", "dtype_name", "integers", "same", "shape_of"]
+
+
+def shape_of(payload: Any) -> tuple[int, ...]:
+    """Return the shape of an array or of nested tuples.
+
+    >>> shape_of(((1, 2, 3), (4, 5, 6)))
+    (2, 3)
+    """
+    if isinstance(payload, tuple):
+        return (len(payload), *(shape_of(payload[0]) if payload else ()))
+    return tuple(payload.shape) if hasattr(payload, "shape") else ()
+
+
+def dtype_name(payload: Any) -> str:
+    """Return the bare dtype name of an array, e.g. ``int32`` (also of ``torch.int32``)."""
+    return str(payload.dtype).rpartition(".")[2]
+
+
+def at(payload: Any, *index: Any) -> Any:
+    """Return the entries of `payload` at integer (array) coordinates."""
+    if isinstance(payload, tuple):
+        for i in index:
+            payload = payload[i]
+        return payload
+    return payload[index]
+
+
+def describe(payload: Any) -> str:
+    """Return the shape as ``4x128``, or ``None``: what a signature shows of an array."""
+    return "None" if payload is None else "x".join(map(str, shape_of(payload)))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compare two field values; arrays by shape, dtype and contents."""
+    if a is b:
+        return True
+    if isinstance(a, tuple) or isinstance(b, tuple) or a is None or b is None:
+        return type(a) is type(b) and bool(a == b)
+    if hasattr(a, "shape") and hasattr(b, "shape"):
+        alike = tuple(a.shape) == tuple(b.shape) and str(a.dtype) == str(b.dtype)
+        return alike and bool((a == b).all())
+    return type(a) is type(b) and bool(a == b)
+
+
+def integers(
+    what: str, payload: Any, ranks: tuple[int, ...], shape: str, boolean: bool = False
+) -> Any:
+    """Check that `payload` holds integers (or booleans) of an allowed rank; lists become tuples."""
+    if payload is None:
+        return None
+    if not (hasattr(payload, "shape") and hasattr(payload, "dtype")):
+        payload = _tuples(what, payload, boolean, shape)
+    elif boolean != (dtype_name(payload) in ("bool", "bool_")) or (
+        not boolean and not dtype_name(payload).startswith(("int", "uint"))
+    ):
+        expected = "booleans (True = attend)" if boolean else "integers"
+        hint = " Pass additive float masks as bias=DenseBias(...)." if boolean else ""
+        raise InvalidProblem(
+            f"got {what} of dtype {dtype_name(payload)}, expected {expected} {shape}.{hint}"
+        )
+    if len(shape_of(payload)) not in ranks:
+        raise InvalidProblem(f"got {what} of shape {shape_of(payload)}, expected {shape}.")
+    return payload
+
+
+def _tuples(what: str, value: Any, boolean: bool, shape: str) -> Any:
+    if isinstance(value, (list, tuple)):
+        rows = tuple(_tuples(what, entry, boolean, shape) for entry in value)
+        if len({shape_of(row) for row in rows}) > 1:
+            raise InvalidProblem(f"got {what} with rows of different lengths, expected {shape}.")
+        return rows
+    if type(value) is not (bool if boolean else int):
+        kind = "booleans" if boolean else "integers"
+        raise InvalidProblem(
+            f"got {what} holding {value!r} ({type(value).__name__}), expected {kind} {shape}."
+        )
+    return value

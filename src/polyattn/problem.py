@@ -1,0 +1,194 @@
+"""The frozen facts of one attention call: all that a choice of backend may depend on."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from polyattn.errors import InvalidProblem
+
+__all__ = ["DTYPES", "LAYOUTS", "MaskFacts", "Problem"]
+
+Layout = Literal["BTNH", "BNTH", "packed"]
+LAYOUTS: tuple[str, ...] = ("BTNH", "BNTH", "packed")
+DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_SHORT |= {"float": "float32", "fp64": "float64", "double": "float64"}
+
+
+@dataclass(frozen=True)
+class MaskFacts:
+    """What a problem keeps of a mask: its signature, the kinds in it, and the alignment."""
+
+    signature: str
+    kinds: frozenset[str]
+    align: str | None
+
+    @classmethod
+    def parse(cls, signature: str, align: str | None) -> MaskFacts:
+        """Take the facts from a signature.
+
+        >>> sorted(MaskFacts.parse("Causal() & Window(left=1, right=None)", None).kinds)
+        ['And', 'Causal', 'Window']
+        """
+        kinds = set(re.findall(r"\b([A-Z]\w*)\(", signature))
+        kinds |= {name for name, sign in (("And", " & "), ("Or", " | ")) if sign in signature}
+        return cls(signature, frozenset(kinds), align)
+
+    @classmethod
+    def of(cls, mask: Any) -> MaskFacts | None:
+        """Take the facts from a :class:`polyattn.masks.Mask` or None."""
+        return None if mask is None else cls(mask.signature, mask.kinds, mask.align)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call's facts; hashable and JSON-able.
+
+    Letters: `B` batch, `T` query length, `S` key length, `N` query heads, `K` key/value heads,
+    `H` head dim. When packed, `q_len` and `kv_len` are totals and `batch` counts sequences.
+
+    >>> p = Problem(batch=1, q_len=128, kv_len=128, heads=8, kv_heads=2, head_dim=64, dtype="bf16")
+    >>> p.value_dim, p.dtype, p.gqa, p.mode
+    (64, 'bfloat16', True, 'prefill')
+    >>> Problem.from_json(p.to_json()) == p
+    True
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int = -1
+    dtype: str = "float32"
+    device: str = "cpu"
+    arch: str | None = None
+    framework: str = "torch"
+    layout: str = "BTNH"
+    mask: MaskFacts | None = None
+    bias: str | None = None
+    bias_grad: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: int = 0
+    sinks_grad: bool = False
+    dropout_p: float = 0.0
+    grad: bool = False
+    lse: bool = False
+    deterministic: bool = False
+    contiguous: bool = True
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.value_dim == -1:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        object.__setattr__(self, "dtype", _SHORT.get(self.dtype, self.dtype))
+        device, _, arch = self.device.partition(":")
+        if arch and not arch.isdigit():
+            object.__setattr__(self, "arch", arch)
+        object.__setattr__(self, "device", device)
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "value_dim"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise InvalidProblem(f"got {name}={getattr(self, name)!r}, expected a size >= 0.")
+        if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
+            raise InvalidProblem(
+                f"got {self.heads} query heads with {self.kv_heads} key/value heads, expected a "
+                "multiple: query head n uses key/value head n // (N // K)."
+            )
+        if self.dtype not in DTYPES:
+            raise InvalidProblem(f"got dtype {self.dtype!r}, expected one of {', '.join(DTYPES)}.")
+        if self.layout not in LAYOUTS:
+            raise InvalidProblem(
+                f"got layout {self.layout!r}, expected one of {', '.join(LAYOUTS)}."
+            )
+        if not 0.0 <= self.dropout_p <= 1.0:
+            raise InvalidProblem(f"got dropout_p={self.dropout_p!r}, expected 0 <= p <= 1.")
+        if self.softcap is not None and not self.softcap > 0:
+            raise InvalidProblem(f"got softcap={self.softcap!r}, expected a number > 0 or None.")
+
+    @property
+    def gqa(self) -> bool:
+        """Whether several query heads share a key/value head."""
+        return self.heads != self.kv_heads
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nobody to attend or nothing to attend to: no kernel is asked."""
+        return not (self.batch and self.q_len and self.kv_len and self.heads)
+
+    @property
+    def mode(self) -> str:
+        """``train``, ``decode`` (few queries, many keys) or ``prefill``."""
+        if self.grad:
+            return "train"
+        return "decode" if self.q_len <= 16 < self.kv_len else "prefill"
+
+    @property
+    def shapes(self) -> str:
+        """The shapes of query, key and value in the call's layout, for error messages."""
+        t, s, n, k, h, v = (
+            self.q_len, self.kv_len, self.heads, self.kv_heads, self.head_dim, self.value_dim,
+        )  # fmt: skip
+        if self.layout == "packed":
+            shapes = (t, n, h), (s, k, h), (s, k, v)
+        elif self.layout == "BTNH":
+            b = self.batch
+            shapes = (b, t, n, h), (b, s, k, h), (b, s, k, v)  # type: ignore[assignment]
+        else:
+            b = self.batch
+            shapes = (b, n, t, h), (b, k, s, h), (b, k, s, v)  # type: ignore[assignment]
+        return f"query {shapes[0]}, key {shapes[1]}, value {shapes[2]} ({self.layout})"
+
+    def __str__(self) -> str:
+        extras = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name in _OPTIONAL and getattr(self, f.name) != f.default
+        ]
+        where = self.device + (f":{self.arch}" if self.arch else "")
+        mask = f", mask={self.mask.signature}" if self.mask else ""
+        return f"{self.shapes}, {self.dtype}, {where}{mask}{''.join(', ' + e for e in extras)}"
+
+    def with_(self, **changes: Any) -> Problem:
+        """Return a copy with some facts changed."""
+        return replace(self, **changes)
+
+    def to_json(self) -> str:
+        """Return canonical JSON: equal problems give equal text."""
+        data = asdict(self)
+        if self.mask is not None:
+            data["mask"]["kinds"] = sorted(self.mask.kinds)
+        return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Problem:
+        """Read what :meth:`to_json` wrote; raise :class:`InvalidProblem` for anything else."""
+        try:
+            data = json.loads(text)
+            if data.get("mask") is not None:
+                mask = data["mask"]
+                kinds = frozenset(map(str, mask["kinds"]))
+                data["mask"] = MaskFacts(str(mask["signature"]), kinds, mask["align"])
+            return cls(**data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, InvalidProblem):
+                raise
+            raise InvalidProblem(
+                f"got {text[:80]!r}, expected the JSON of a Problem as Problem.to_json() writes "
+                f"it ({error})."
+            ) from error
+
+
+_OPTIONAL = frozenset(
+    {
+        "bias", "bias_grad", "scale", "softcap", "sinks", "sinks_grad", "dropout_p",
+        "grad", "lse", "deterministic", "contiguous", "compiled",
+    }
+)  # fmt: skip

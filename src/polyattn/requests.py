@@ -1,0 +1,278 @@
+"""What users ask for: scopes, module policies, recording.
+
+A scope is encoded as one short string, ``"flex,sdpa_math;never,these;fallback"``, because a
+string is what both a dictionary key and a compiler's guard compare fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import Token
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any, TypeVar
+
+from polyattn import scopes
+from polyattn.errors import InvalidProblem, near_matches
+from polyattn.registry import registry
+from polyattn.selection import Selection
+
+__all__ = ["ModulePolicy", "Request", "record_selections", "set_backend", "use_backend"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Request:
+    """An ordered allow-list (empty = all), what is never to run, and what else may happen."""
+
+    names: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    on_unsupported: str | None = None
+
+    def encode(self) -> str:
+        """Return the request as a string; see :meth:`decode`."""
+        return f"{','.join(self.names)};{','.join(self.never)};{self.on_unsupported or ''}"
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def decode(cls, text: str) -> Request:
+        """Read an encoded request.
+
+        >>> Request.decode("flex;sdpa_math;fallback")
+        Request(names=('flex',), never=('sdpa_math',), on_unsupported='fallback')
+        """
+        names, never, policy = (*text.split(";"), "", "")[:3]
+        split = tuple(filter(None, names.split(","))), tuple(filter(None, never.split(",")))
+        return cls(*split, policy or None)
+
+    @classmethod
+    def make(
+        cls, names: Iterable[object], never: Iterable[object] = (), on_unsupported: object = None
+    ) -> Request:
+        """Check and expand what a user wrote; raise for unknown names and policies."""
+        if on_unsupported not in (None, "error", "fallback"):
+            raise InvalidProblem(
+                f"got on_unsupported={on_unsupported!r}, expected 'error' or 'fallback'."
+            )
+        return cls(_expand(names, "backend"), _expand(never, "never="), on_unsupported)  # type: ignore[arg-type]
+
+
+def _expand(names: Iterable[object], asked_by: str) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        names = (names,)
+    found = [e for name in names for e in registry.expand(name, asked_by=asked_by)]
+    return tuple(dict.fromkeys(found))
+
+
+def nested(
+    outer: str | None, names: tuple[Any, ...], never: tuple[Any, ...], on_unsupported: str | None
+) -> str:
+    """Encode a scope within `outer`: its own allow-list if it has one, all "never"s together.
+
+    A backend that the inner scope names is not held back by an outer "never": the more specific
+    wish wins.
+    """
+    inner = Request.make(names, never, on_unsupported)
+    around = Request.decode(outer or "")
+    barred = [n for n in around.never if n not in inner.names]
+    return Request(
+        inner.names or tuple(n for n in around.names if n not in inner.never),
+        tuple(dict.fromkeys([*barred, *inner.never])),
+        inner.on_unsupported or around.on_unsupported,
+    ).encode()
+
+
+nested._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a pure function of constants
+
+
+class use_backend:  # noqa: N801 - reads as a statement
+    """Ask for backends within a ``with`` block, or within a decorated function.
+
+    `names`: an ordered allow-list; the first that can run a problem runs it, and if none can,
+    :class:`~polyattn.errors.Unsupported` is raised with every reason
+    (``on_unsupported="fallback"``: the automatic choice steps in, and it is recorded).
+    `never`: backends that may not run. The innermost scope counts; "never" lists add up.
+
+    Right under nesting, exceptions, threads and asyncio tasks, and seen by compiled code.
+
+    >>> with use_backend("sdpa_flash", "sdpa_math"), use_backend(never="sdpa_math"):
+    ...     use_backend.current()
+    Request(names=('sdpa_flash',), never=('sdpa_math',), on_unsupported=None)
+    """
+
+    def __init__(
+        self, *names: object, never: Iterable[object] | str = (), on_unsupported: str | None = None
+    ) -> None:
+        if len(names) == 1 and isinstance(names[0], (list, tuple, set, frozenset)):
+            names = tuple(names[0])
+        self._names = names
+        self._never = (never,) if isinstance(never, str) else tuple(never)
+        self._on_unsupported = on_unsupported
+        self._before: list[str | None] = []
+        nested(None, self._names, self._never, on_unsupported)  # misspelt names fail here
+        if not names and not self._never and on_unsupported is None:
+            raise InvalidProblem(
+                "got use_backend() without anything, expected backend names, never=, or "
+                "on_unsupported=."
+            )
+
+    def __enter__(self) -> None:
+        outer = scopes.current_scope()
+        encoded = nested(outer, self._names, self._never, self._on_unsupported)
+        self._before.append(scopes.enter(encoded))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        scopes.leave(self._before.pop())
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function or coroutine function: each call runs in a scope of its own."""
+        fresh = functools.partial(
+            use_backend, *self._names, never=self._never, on_unsupported=self._on_unsupported
+        )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with fresh():
+                    return await function(*args, **kwargs)
+
+            return awaited  # type: ignore[return-value]
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with fresh():
+                return function(*args, **kwargs)
+
+        return called  # type: ignore[return-value]
+
+    @staticmethod
+    def current() -> Request:
+        """Return what is asked for here; empty outside of any scope."""
+        return Request.decode(scopes.current_scope() or "")
+
+
+class record_selections(AbstractContextManager[list[Selection]]):  # noqa: N801
+    """Record what really runs: one :class:`~polyattn.selection.Selection` per call, in order.
+
+    ::
+
+        with record_selections() as ran:
+            model(x)
+        print(ran[0].backend, ran[0].version, ran[0].source)
+
+    Calls of this context are recorded (not of other threads); nested recorders all record.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[Any]] = []
+
+    def __enter__(self) -> list[Selection]:
+        ran: list[Selection] = []
+        self._tokens.append(scopes.recording.set((*scopes.recording.get(()), ran)))
+        return ran
+
+    def __exit__(self, *exc: object) -> None:
+        scopes.recording.reset(self._tokens.pop())
+
+
+class ModulePolicy(AbstractContextManager["ModulePolicy"]):
+    """Policies in force on modules; ``remove()`` or leaving the ``with`` block ends them."""
+
+    def __init__(self, names: Mapping[str, Request | None]) -> None:
+        self.policies = dict(names)
+        self._handles: list[Any] = []
+
+    def remove(self) -> None:
+        """End the policies; the modules are as before."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+class _Enter:
+    """The forward pre-hook of a policy: puts it in force and keeps what it replaced."""
+
+    def __init__(self, encoded: str) -> None:
+        self.encoded = encoded
+
+    def __call__(self, module: Any, args: Any) -> None:
+        outer = scopes.local.module
+        scopes.local.module = f"{self.encoded}\n{outer or ''}"
+
+
+class _Leave:
+    """The forward hook of a policy; runs also when the forward raised."""
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        current = scopes.local.module
+        scopes.local.module = (current or "").partition("\n")[2] or None
+
+
+def set_backend(
+    model: Any,
+    policy: Mapping[str, object] | str | None,
+    *,
+    on_unsupported: str | None = None,
+) -> ModulePolicy:
+    """Attach backends to modules by name pattern (source ``MODULE``).
+
+    `policy` maps patterns to a name, an ordered list of names, or None (automatic again, within
+    a module that has a policy). A pattern is a glob or a regular expression for the whole dotted
+    name (``""`` is the model itself); the first that matches a module counts, and the innermost
+    module that has a policy wins. A single name is the policy of the whole model.
+
+    Raises :class:`~polyattn.errors.InvalidProblem` for a pattern that matches nothing.
+
+    ::
+
+        policy = set_backend(model, {r"blocks\\.[0-3]\\..*attn": "sdpa_math", "*": "sdpa_flash"})
+    """
+    if not isinstance(policy, Mapping):
+        policy = {"": policy}
+    modules = dict(model.named_modules())
+    requests: dict[str, Request | None] = {}
+    unused = set(policy)
+    for name in modules:
+        pattern = next((p for p in policy if _matches(p, name)), None)
+        unused -= {p for p in policy if _matches(p, name)}
+        if pattern is not None:
+            wish = policy[pattern]
+            names = () if wish is None else wish if isinstance(wish, (list, tuple)) else (wish,)
+            requests[name] = Request.make(names, (), on_unsupported) if names else None
+    if unused:
+        names = sorted(filter(None, modules))
+        raise InvalidProblem(
+            f"got the pattern {sorted(unused)[0]!r}, which matches none of the {len(modules)} "
+            f"modules.{near_matches(sorted(unused)[0], names)} Modules are called "
+            f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}."
+        )
+    handle = ModulePolicy(requests)
+    for name, request in requests.items():
+        encoded = request.encode() if request else "-"
+        handle._handles.append(modules[name].register_forward_pre_hook(_Enter(encoded)))
+        handle._handles.append(modules[name].register_forward_hook(_Leave(), always_call=True))
+    if requests:
+        scopes.state.armed = True
+    return handle
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if fnmatchcase(name, pattern):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False

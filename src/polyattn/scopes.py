@@ -1,0 +1,109 @@
+"""Who asked for what, where: scopes, module policies, the forced backend, and the recorder.
+
+The truth of a scope is a ``ContextVar``, so nesting, exceptions, threads and asyncio tasks are
+right by construction. ``torch.compile`` cannot trace ``ContextVar.get``, but it resolves and
+guards properties whose getter is a C function, and the bound method ``ContextVar.get`` is one:
+``state.scope`` therefore reads the variable, is guarded, and never goes stale. Its argument,
+``state`` itself, is what ``get`` returns when the variable is unset.
+
+What is set inside a traced frame (a ``with use_backend(...)`` in a model's forward, or a module
+policy's hook) lives in a ``threading.local``, whose attributes the compiler tracks and guards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = [
+    "Ambient",
+    "current_scope",
+    "enter",
+    "invalidate",
+    "leave",
+    "local",
+    "recording",
+    "scope",
+    "set_forced",
+    "state",
+]
+
+scope: ContextVar[str] = ContextVar("polyattn_scope")
+"""The encoded scope in force (see `polyattn.requests`); unset or empty outside of any."""
+
+recording: ContextVar[Any] = ContextVar("polyattn_recording")
+"""The lists that selections are recorded in, outermost first; unset or empty outside of any."""
+
+
+_saved: ContextVar[tuple[tuple[str, str | None], ...]] = ContextVar("polyattn_saved", default=())
+
+
+class Ambient:
+    """What a call reads of its surroundings; every attribute can be guarded by a compiler."""
+
+    scope = property(scope.get)
+    recorder = property(recording.get)
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.forced: str | None = None
+        self.armed = False
+
+
+class Local(threading.local):
+    """What traced frames set: the module policy, and scopes entered under a compiler."""
+
+    module: str | None = None
+    traced: str | None = None
+
+
+state = Ambient()
+local = Local()
+is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end replaces it
+
+
+def invalidate() -> None:
+    """Forget every cached choice: a backend, a setting or a measured time has changed."""
+    state.epoch += 1
+
+
+def set_forced(name: str | None) -> None:
+    """Force a backend for the whole process, all threads; None returns to automatic."""
+    state.armed = True
+    state.forced = name
+    invalidate()
+
+
+def current_scope() -> str | None:
+    """Return the encoded scope in force here, or None."""
+    if local.traced is not None:
+        return local.traced or None
+    found = state.scope
+    return None if found is state else found or None
+
+
+def enter(encoded: str) -> str | None:
+    """Put a scope in force until :func:`leave`; returns what a traced frame has to restore."""
+    before = local.traced
+    if is_tracing():
+        local.traced = encoded
+        return before
+    state.armed = True
+    local.traced = None
+    _saved.set((*_saved.get(), (scope.get(""), before)))
+    scope.set(encoded)
+    return None
+
+
+def leave(before: str | None) -> None:
+    """Restore what was in force before the matching :func:`enter`."""
+    if is_tracing():
+        local.traced = before
+        return
+    saved = _saved.get()
+    if saved:  # empty when a generator is closed in another context than it was entered in
+        outer, local.traced = saved[-1]
+        scope.set(outer)
+        _saved.set(saved[:-1])

@@ -1,0 +1,122 @@
+"""The only reader of ``os.environ``: each variable is parsed once, and again when it changes.
+
+| variable | values | meaning |
+|---|---|---|
+| ``POLYATTN_BACKEND`` | a backend's name | request this backend everywhere (source ``ENV``) |
+| ``POLYATTN_ON_UNSUPPORTED`` | ``error`` (default), ``fallback`` | what a request that cannot be met does |
+| ``POLYATTN_CACHE_DIR`` | a directory | where the tuning table lives |
+| ``POLYATTN_TUNING`` | ``on`` (default), ``off`` | whether measured times take part in the choice |
+| ``POLYATTN_PLUGINS`` | ``on`` (default), ``off`` | whether entry points of other packages are loaded |
+
+A value that means nothing is an error that lists the valid ones, never ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from polyattn import scopes
+from polyattn.errors import SettingsError, near_matches
+
+__all__ = ["VARIABLES", "Settings", "current", "raw_backend", "reload"]
+
+VARIABLES = (
+    "POLYATTN_BACKEND",
+    "POLYATTN_ON_UNSUPPORTED",
+    "POLYATTN_CACHE_DIR",
+    "POLYATTN_TUNING",
+    "POLYATTN_PLUGINS",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for.
+
+    >>> Settings.parse({"POLYATTN_BACKEND": "flex"}).backend
+    'flex'
+    """
+
+    backend: str | None
+    on_unsupported: str
+    cache_dir: Path
+    tuning: bool
+    plugins: bool
+
+    @classmethod
+    def parse(cls, environ: dict[str, str]) -> Settings:
+        """Read the variables from `environ`; raise :class:`SettingsError` for a bad value."""
+        return cls(
+            backend=_name(environ.get("POLYATTN_BACKEND")),
+            on_unsupported=_choice(environ, "POLYATTN_ON_UNSUPPORTED", ("error", "fallback")),
+            cache_dir=_cache_dir(environ),
+            tuning=_choice(environ, "POLYATTN_TUNING", ("on", "off")) == "on",
+            plugins=_choice(environ, "POLYATTN_PLUGINS", ("on", "off")) == "on",
+        )
+
+
+def _name(value: str | None) -> str | None:
+    return None if value is None or not value.strip() else value.strip().lower()
+
+
+def _choice(environ: dict[str, str], variable: str, valid: tuple[str, ...]) -> str:
+    value = environ.get(variable, "").strip().lower() or valid[0]
+    if value not in valid:
+        raise SettingsError(
+            f"got {variable}={environ[variable]!r}, expected one of {', '.join(valid)}."
+            f"{near_matches(value, valid)} Unset it for the default ({valid[0]})."
+        )
+    return value
+
+
+def _cache_dir(environ: dict[str, str]) -> Path:
+    named = environ.get("POLYATTN_CACHE_DIR", "").strip()
+    if named:
+        return Path(named).expanduser()
+    if sys.platform == "win32" and environ.get("LOCALAPPDATA"):
+        return Path(environ["LOCALAPPDATA"]) / "polyattn"
+    home = Path(environ.get("HOME") or "~").expanduser()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "polyattn"
+    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "polyattn"
+
+
+def _backend_reader() -> Callable[[], object]:
+    """Return the cheapest way to see whether ``POLYATTN_BACKEND`` has changed."""
+    try:
+        return partial(os.environ._data.get, os.environ.encodekey("POLYATTN_BACKEND"))  # type: ignore[attr-defined]
+    except AttributeError:  # another Python than CPython
+        return partial(os.environ.get, "POLYATTN_BACKEND")
+
+
+raw_backend = _backend_reader()
+"""Return ``POLYATTN_BACKEND`` as the environment holds it now, unparsed: part of cache keys."""
+
+_current: Settings | None = None
+_read: tuple[str | None, ...] = ()
+
+
+def current() -> Settings:
+    """Return the settings; they are parsed again only when a variable has changed."""
+    global _current, _read
+    found = tuple(map(os.environ.get, VARIABLES))
+    if _current is None or found != _read:
+        known = _current is not None
+        _current, _read = Settings.parse(dict(os.environ)), found
+        if known:
+            scopes.invalidate()
+    return _current
+
+
+def reload() -> Settings:
+    """Read the environment again now; compiled code, which cannot see it change, obeys too."""
+    global _current
+    _current = None
+    settings = current()
+    scopes.invalidate()
+    return settings

@@ -1,0 +1,90 @@
+"""The laws by which a mask becomes simpler once the lengths are known; they change no result."""
+
+from __future__ import annotations
+
+from polyattn.masks import And, Causal, Full, Mask, Or, Window
+
+__all__ = ["key_range", "sees_every_row", "simplify"]
+
+
+def simplify(mask: Mask | None, q_len: int, kv_len: int) -> Mask | None:
+    """Return an equal mask for these lengths, as simple as the laws make it; None = no mask.
+
+    A causal mask over equal lengths is written ``top_left`` (both alignments agree there).
+
+    >>> simplify(Causal(), 4, 4), simplify(Causal(), 1, 9), simplify(Window(left=9), 4, 4)
+    (Causal('top_left'), None, None)
+    """
+    if mask is None:
+        return None
+    top_left = mask.align == "top_left" or q_len == kv_len
+    simple = _simplify(mask, q_len, kv_len, 0 if top_left else kv_len - q_len)
+    return None if isinstance(simple, Full) else simple
+
+
+def _simplify(mask: Mask, q_len: int, kv_len: int, offset: int) -> Mask:
+    if isinstance(mask, (And, Or)):
+        parts = [_simplify(part, q_len, kv_len, offset) for part in mask.parts]
+        if q_len == kv_len and any(_prefix(part) for part in parts):
+            # a prefix mask fixes bottom_right, so the causal masks beside it keep that name
+            parts = [Causal() if isinstance(part, Causal) else part for part in parts]
+        joined = parts[0]
+        for part in parts[1:]:
+            joined = joined & part if isinstance(mask, And) else joined | part
+        return joined
+    if isinstance(mask, Causal):
+        if kv_len - 1 <= offset:
+            return Full()
+        return Causal("top_left") if q_len == kv_len else mask
+    if isinstance(mask, Window):
+        left, right = mask.left, mask.right
+        if left is not None and left >= q_len - 1 + offset:
+            left = None
+        if right is not None and right >= kv_len - 1 - offset:
+            right = None
+        return Full() if left is None and right is None else Window(left, right)
+    return mask
+
+
+def _prefix(mask: Mask) -> bool:
+    return "PrefixLM" in mask.kinds
+
+
+def key_range(mask: Mask | None, q_len: int, kv_len: int) -> tuple[int, int]:
+    """Return the bounds outside of which no query sees a key, from the lengths alone.
+
+    >>> key_range(Causal("top_left"), 2, 5), key_range(Window(left=1), 2, 5)
+    ((0, 2), (2, 5))
+    """
+    low, high = 0, kv_len
+    if mask is None:
+        return low, high
+    offset = 0 if mask.align == "top_left" else kv_len - q_len
+    for part in mask.parts if isinstance(mask, And) else (mask,):
+        if isinstance(part, Causal):
+            high = min(high, q_len + offset)
+        elif isinstance(part, Window):
+            if part.left is not None:
+                low = max(low, offset - part.left)
+            if part.right is not None:
+                high = min(high, q_len + offset + part.right)
+    return min(low, kv_len), max(high, 0)
+
+
+def sees_every_row(mask: Mask | None, q_len: int, kv_len: int) -> bool:
+    """Say whether the lengths alone show that every query sees a key.
+
+    >>> sees_every_row(Causal(), 4, 4), sees_every_row(Causal(), 4, 3)
+    (True, False)
+    """
+    if mask is None:
+        return kv_len > 0
+    offset = 0 if mask.align == "top_left" else kv_len - q_len
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    if not all(isinstance(part, (Causal, Window)) for part in parts):
+        return False
+    return kv_len > 0 and offset >= 0 and (q_len - 1 + offset < kv_len or _all_causal(parts))
+
+
+def _all_causal(parts: tuple[Mask, ...]) -> bool:
+    return all(isinstance(part, Causal) for part in parts)

@@ -1,0 +1,1 @@
+"""One module per backend; none imports another."""

@@ -1,0 +1,204 @@
+"""What the torch backends of this package declare; imports no framework.
+
+Facts for CPUs were measured with torch 2.13; facts for CUDA were read in torch's source
+(`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`) and are marked where a GPU has not
+confirmed them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from polyattn.capabilities import ALL_MASKS, Capabilities, Reason
+from polyattn.problem import Problem
+from polyattn.registry import Available, Backend, Missing, Probe, Registry
+
+__all__ = ["declare"]
+
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+HALVES = frozenset({"float16", "bfloat16"})
+BIASES = frozenset({"DenseBias", "Alibi"})
+LAYOUTS = frozenset({"BTNH", "BNTH", "packed"})
+
+
+def declare(registry: Registry) -> None:
+    """Register this package's torch backends."""
+    for backend in (_flash(), _efficient(), _cudnn(), _math(), _flex(), _reference()):
+        registry.register(backend)
+    registry.group("torch_sdpa", ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"))
+
+
+def _torch_probe(cuda_only: bool = False, needs: Callable[[Any], str | None] | None = None) -> Probe:
+    if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
+        return Missing("torch is not installed", "pip install 'polyattn[torch]'")
+    torch = importlib.import_module("torch")
+    devices = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
+    if cuda_only:
+        devices.discard("cpu")
+        if not torch.backends.cuda.is_built():
+            return Missing("this torch is a CPU build", "install a CUDA build of torch")
+        if not devices:
+            return Missing("torch sees no CUDA device", "run where there is an NVIDIA GPU")
+    if needs is not None and (lack := needs(torch)) is not None:
+        return Missing(lack, "pip install --upgrade torch")
+    return Available(f"torch {torch.__version__}", devices=frozenset(devices))
+
+
+def _aten(name: str) -> Callable[[Any], str | None]:
+    def lack(torch: Any) -> str | None:
+        return None if hasattr(torch.ops.aten, name) else f"torch has no aten::{name}"
+
+    return lack
+
+
+def _loader(module: str, function: str = "load") -> Callable[[], Any]:
+    def load() -> Any:
+        return getattr(importlib.import_module(f"polyattn.torch.backends.{module}"), function)()
+
+    return load
+
+
+def _flash() -> Backend:
+    cpu = Capabilities(
+        devices={"cpu"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, scale=True, sinks=True, gqa=True, lse=True, backward=True,
+        deterministic=True, deterministic_backward=True, strided=True, compiled=True,
+    )  # fmt: skip
+    cuda = Capabilities(
+        devices={"cuda"}, dtypes=HALVES, head_dims=(8, 256, 8), archs=(80, 121),
+        masks={"Causal"}, scale=True, gqa=True, lse=True, backward=True, dropout=True,
+        deterministic=True, strided=True, compiled=True,
+    )  # fmt: skip
+    return Backend(
+        "sdpa_flash", "torch", (cpu, cuda),
+        functools.partial(_torch_probe, needs=_aten("_scaled_dot_product_flash_attention")),
+        _loader("sdpa", "load_flash"), _flash_extra, "torch",
+        "torch's flash kernels: CPU, and FlashAttention 2 on CUDA",
+        _fold_choices,
+    )  # fmt: skip
+
+
+def _fold_choices(problem: Problem) -> list[dict[str, bool]]:
+    return [{"fold": True}, {"fold": False}] if problem.gqa and problem.device == "cpu" else []
+
+
+def _flash_extra(p: Problem) -> Iterator[Reason]:
+    if p.device != "cuda":
+        return
+    if p.mask and p.mask.signature == "Causal('top_left')" and p.q_len > p.kv_len:
+        yield Reason("mask", f"top_left causal with T={p.q_len} > S={p.kv_len}", "T <= S")
+    if p.grad and p.arch in ("sm_86", "sm_89", "sm_120", "sm_121") and 192 < p.head_dim:
+        if p.head_dim <= 224 or p.dropout_p > 0:
+            yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")
+
+
+def _efficient() -> Backend:
+    cuda = Capabilities(
+        devices={"cuda"}, dtypes=HALVES | {"float32"}, head_dims=(8, 1 << 16, 8), archs=(50, 121),
+        layouts=LAYOUTS, masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, gqa=True,
+        value_dim=True, lse=True, backward=True, dropout=True, deterministic=True, strided=True,
+        compiled=True,
+    )  # fmt: skip
+    return Backend(
+        "sdpa_efficient", "torch", cuda,
+        functools.partial(
+            _torch_probe, cuda_only=True, needs=_aten("_scaled_dot_product_efficient_attention")
+        ),
+        _loader("sdpa", "load_efficient"), _efficient_extra, "torch",
+        "torch's memory-efficient kernel (CUTLASS), CUDA only",
+    )  # fmt: skip
+
+
+def _narrow_bias(p: Problem) -> Iterator[Reason]:
+    if p.bias is not None and (p.bias.startswith("Alibi") or p.dtype not in p.bias):
+        if p.dtype in HALVES:
+            yield Reason("bias", p.bias, f"biases in {p.dtype}, so that nothing is rounded")
+
+
+def _efficient_extra(p: Problem) -> Iterator[Reason]:
+    yield from _narrow_bias(p)
+    if p.dtype == "bfloat16" and p.arch is not None and p.arch in ("sm_50", "sm_60", "sm_61", "sm_70", "sm_75"):
+        yield Reason("dtype", f"bfloat16 on {p.arch}", "bfloat16 from sm_80")
+    if p.lse and p.grad and (p.bias_grad or p.dropout_p > 0):
+        yield Reason("lse", "a differentiable lse with a trained bias or dropout", "one of them")
+
+
+def _cudnn() -> Backend:
+    cuda = Capabilities(
+        devices={"cuda"}, dtypes=HALVES, head_dims=(8, 128, 8), archs=(80, 121), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, scale=True, gqa=True, lse=True, backward=True,
+        strided=True, compiled=True,
+    )  # fmt: skip
+    return Backend(
+        "sdpa_cudnn", "torch", cuda,
+        functools.partial(
+            _torch_probe, cuda_only=True, needs=_aten("_scaled_dot_product_cudnn_attention")
+        ),
+        _loader("sdpa", "load_cudnn"), _cudnn_extra, "torch", "cuDNN's fused attention, CUDA only",
+    )  # fmt: skip
+
+
+def _cudnn_extra(p: Problem) -> Iterator[Reason]:
+    yield from _narrow_bias(p)
+    if p.kv_len == 1:
+        yield Reason("key length", "1", "2 and more")
+    if p.mask and p.mask.signature == "Causal('top_left')" and p.q_len != p.kv_len:
+        yield Reason("mask", f"top_left causal with T={p.q_len}, S={p.kv_len}", "equal lengths")
+    if p.batch > 65535 or p.heads > 65535:
+        yield Reason("grid", f"batch {p.batch}, heads {p.heads}", "at most 65535 of both")
+
+
+def _math() -> Backend:
+    anywhere = Capabilities(
+        devices={"cpu", "cuda"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, sinks=True, sinks_grad=True,
+        dropout=True, gqa=True, value_dim=True, backward=True, deterministic=True,
+        deterministic_backward=True, strided=True, compiled=True,
+    )  # fmt: skip
+    return Backend(
+        "sdpa_math", "torch", anywhere,
+        functools.partial(_torch_probe, needs=_aten("_scaled_dot_product_attention_math")),
+        _loader("sdpa", "load_math"), None, "torch",
+        "torch's unfused path: matmul, softmax, matmul; materialises the scores",
+    )  # fmt: skip
+
+
+def _flex() -> Backend:
+    cpu = Capabilities(
+        devices={"cpu"}, dtypes=HALVES | {"float32"}, head_dims=(1, 1 << 16, 1),
+        masks=ALL_MASKS, layouts=LAYOUTS, biases=BIASES, scale=True, softcap=True, gqa=True,
+        value_dim=True, deterministic=True, strided=True,
+    )  # fmt: skip
+    cuda = Capabilities(
+        devices={"cuda"}, dtypes=HALVES | {"float32"}, head_dims=(16, 256, 1), archs=(75, 121),
+        masks=ALL_MASKS, layouts=LAYOUTS, biases=BIASES, scale=True, softcap=True, sinks=True,
+        gqa=True, value_dim=True, lse=True, backward=True, deterministic=True, strided=True,
+    )  # fmt: skip
+    return Backend(
+        "flex", "torch", (cpu, cuda), functools.partial(_torch_probe, needs=_has_flex),
+        _loader("flex"), None, "torch",
+        "torch's FlexAttention, compiled for each class of problems; skips masked blocks",
+    )  # fmt: skip
+
+
+def _has_flex(torch: Any) -> str | None:
+    found = importlib.util.find_spec("torch.nn.attention.flex_attention")
+    return None if found else "torch has no torch.nn.attention.flex_attention"
+
+
+def _reference() -> Backend:
+    anywhere = Capabilities(
+        devices={"cpu", "cuda"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
+        sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True, backward=True,
+        deterministic=True, deterministic_backward=True, strided=True, compiled=True,
+    )  # fmt: skip
+    return Backend(
+        "reference", "torch", anywhere, _torch_probe, _loader("reference"), None, "torch",
+        "the definition, in float64; slow, and right",
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Options -> (check, run, plan): the cache in front of selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn import scopes
+
+__all__ = ["Entry", "FastTable", "tensor_check"]
+
+Entry = tuple[Callable[..., bool], Callable[..., Any], Any]
+_MOST_SHAPES = 12
+_MOST_KEYS = 4096
+
+
+def tensor_check(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
+    """Return ``check(q, k, v)``: whether three tensors are alike in all that a choice rests on.
+
+    torch's own compiled guard looks at type, dtype, device, shape, strides, gradients and the
+    dispatch state (autocast, inference mode, function transforms) in 0.2 us.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        guards = TensorGuards(
+            q, k, v,
+            dynamic_dims_sizes=[list(x.shape) for x in (q, k, v)],
+            dynamic_dims_strides=[list(x.stride()) for x in (q, k, v)],
+        )  # fmt: skip
+    except (ImportError, TypeError, SystemError):
+        return _slow_check(q, k, v)
+    check: Callable[..., bool] = guards.check
+    return check if check(q, k, v) else _slow_check(q, k, v)
+
+
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    kind = x.device.type
+    return (
+        type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad, x.is_inference(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch._C._functorch.maybe_current_level(),
+    )  # fmt: skip
+
+
+def _slow_check(*tensors: Tensor) -> Callable[..., bool]:
+    facts = tuple(map(_facts, tensors))
+
+    def check(*others: Tensor) -> bool:
+        return all(isinstance(x, Tensor) for x in others) and tuple(map(_facts, others)) == facts
+
+    return check
+
+
+class FastTable:
+    """A dictionary from option keys to the shapes seen with them; forgotten at a new epoch."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Any, tuple[Entry, ...]] = {}
+        self._epoch = scopes.state.epoch
+
+    def find(self, key: Any, q: Tensor, k: Tensor, v: Tensor) -> Entry | None:
+        """Return the entry of these options and tensors, if there is one."""
+        return next((e for e in self.entries.get(key, ()) if e[0](q, k, v)), None)
+
+    def add(self, key: Any, entry: Entry) -> None:
+        """Put an entry first among those of its options; the oldest are dropped."""
+        if self._epoch != scopes.state.epoch or len(self.entries) >= _MOST_KEYS:
+            self.entries.clear()
+            self._epoch = scopes.state.epoch
+        self.entries[key] = (entry, *self.entries.get(key, ()))[:_MOST_SHAPES]

@@ -1,0 +1,82 @@
+"""What is masked never leaks: NaN and Inf in masked keys, values and queries stay there.
+
+Fused kernels multiply masked probabilities (0) with masked values, and 0 * NaN is NaN. Two
+remedies, both exact and bitwise neutral for finite inputs:
+
+- *hide*: rows and keys that the mask hides from everyone are zeroed before the kernel.
+- *mend*: where reading the output costs no synchronisation (eager CPU calls), a NaN in it makes
+  the call run again on inputs whose non-finite entries are zeroed, and only rows that really
+  attend to a non-finite entry keep the first result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.torch.masking import Visible
+
+__all__ = ["hide", "is_readable", "mend"]
+
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+def hide(
+    q: Tensor, k: Tensor, v: Tensor, view: Visible
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero the queries that see no key and the keys that no query sees; (B, N, T, H) arrays."""
+    if view.empty is not None:
+        q = torch.where(view.empty, 0, q)
+    return q, torch.where(view.seen, k, 0), torch.where(view.seen, v, 0)
+
+
+def is_readable(out: Tensor) -> bool:
+    """Say whether the values of `out` can be read at no cost in waiting."""
+    return out.device.type == "cpu" and type(out) is Tensor and not torch.compiler.is_compiling()
+
+
+def mend(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, view: Callable[[], Visible]
+) -> tuple[Tensor, Tensor | None]:
+    """Run, and if the output holds a NaN keep it from rows that do not attend to its cause."""
+    out, lse = run(q, k, v)
+    if not is_readable(out):
+        return out, lse
+    total = out.detach().sum().item()
+    if total == total:
+        return out, lse
+    allowed = view().mask
+    clean = [torch.where(x.isfinite(), x, 0) for x in (q, k, v)]
+    mended, mended_lse = run(*clean)
+    with torch.no_grad():
+        struck = _struck(q, k, v, allowed)
+    out = torch.where(struck, out, mended)
+    if lse is not None and mended_lse is not None:
+        bad_scores = _struck(q, k, torch.zeros_like(v), allowed).any(-1)
+        lse = torch.where(bad_scores, lse, mended_lse)
+    return out, lse
+
+
+def _struck(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Return (B, N, T, Hv): which outputs a non-finite query, key or value really reaches."""
+    groups = q.shape[1] // max(k.shape[1], 1)
+    bad_key = (~k.isfinite().all(-1)).repeat_interleave(groups, 1).unsqueeze(-2)
+    row = (allowed & bad_key).any(-1) | ((~q.isfinite().all(-1)) & allowed.any(-1))
+    bad_value = (~v.isfinite()).repeat_interleave(groups, 1).to(torch.float32)
+    shape = (*q.shape[:3], k.shape[2])
+    return ((allowed.expand(shape).to(torch.float32) @ bad_value) > 0) | row.unsqueeze(-1)
+
+
+def zero_empty(
+    out: Tensor, lse: Tensor | None, empty: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Write the result of rows that see no key: output 0, lse -inf; their gradient is 0."""
+    if empty is None:
+        return out, lse
+    out = torch.where(empty, 0, out)
+    if lse is not None:
+        lse = torch.where(empty.squeeze(-1), float("-inf"), lse)
+    return out, lse

@@ -1,0 +1,301 @@
+"""Masks and biases as torch tensors: moved to the device, checked, and made dense.
+
+Shapes: a dense mask broadcasts to (B, N, T, S), True = attend; its dims of size 1 are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.biases import Alibi, Bias
+from polyattn.errors import InvalidProblem
+from polyattn.masks import BlockMap, Dense, Index, Mask, Packed, Padding, PrefixLM, Segments
+from polyattn.payload import shape_of
+from polyattn.problem import Problem
+
+__all__ = [
+    "Dims",
+    "Visible",
+    "bind_mask",
+    "check_bias",
+    "check_mask",
+    "dense_bias",
+    "expand_blocks",
+    "grid",
+    "is_static",
+    "materialise",
+    "visible",
+]
+
+_STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})
+_CACHE_BYTES = 64 << 20
+
+
+class Dims(NamedTuple):
+    """The sizes of one call, taken from its tensors, so that they may be symbolic."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Dims:
+        """Take the sizes of (B, N, T, H) arrays."""
+        return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
+class Visible(NamedTuple):
+    """A dense mask and what follows from it.
+
+    `mask`: (B|1, N|1, T|1, S|1) bool. `empty`: (B|1, N|1, T|1, 1) rows that see no key, or
+    None if there is none. `seen`: (B|1, K|1, S, 1) keys that some query sees.
+    """
+
+    mask: Tensor
+    empty: Tensor | None
+    seen: Tensor
+
+
+def is_static(mask: Mask | None) -> bool:
+    """Say whether the mask carries no arrays, so that the lengths determine it."""
+    return mask is None or mask.kinds <= _STATIC
+
+
+def bind_mask(mask: Mask, device: torch.device) -> Mask:
+    """Return `mask` with its arrays as tensors on `device`."""
+
+    def move(name: str, payload: Any) -> Any:
+        if payload is None or (isinstance(payload, Tensor) and payload.device == device):
+            return payload
+        if isinstance(payload, Tensor) and payload.device.type not in ("cpu", "meta"):
+            raise InvalidProblem(
+                f"got a mask whose {name} is on {payload.device}, expected {device}, where the "
+                "query is; move it there."
+            )
+        return torch.as_tensor(payload, device=device)
+
+    return mask if is_static(mask) else mask.map(move)
+
+
+def check_mask(mask: Mask, problem: Problem) -> None:
+    """Raise :class:`InvalidProblem` where an array of the mask does not fit the problem."""
+    b, n, t, s = problem.batch, problem.heads, problem.q_len, problem.kv_len
+    packed = problem.layout == "packed"
+    if packed != any(isinstance(leaf, Packed) for leaf in mask.leaves()):
+        raise InvalidProblem(
+            f'got layout={problem.layout!r} with mask={mask!r}, expected layout="packed" and '
+            "Packed(cu_q, cu_kv) joined with & together, or neither."
+        )
+    for leaf in mask.leaves():
+        if isinstance(leaf, Padding):
+            _fits(leaf, leaf.q_lengths, (b,), t if not packed else None)
+            _fits(leaf, leaf.kv_lengths, (b,), s if not packed else None)
+        elif isinstance(leaf, PrefixLM):
+            _fits(leaf, leaf.lengths, (b,), s if not packed else None)
+        elif isinstance(leaf, Segments):
+            for ids, length in ((leaf.q_ids, t), (leaf.kv_ids, s)):
+                if shape_of(ids) not in ((length,), (b, length), (1, length)):
+                    _misfit(leaf, shape_of(ids), f"({length},) or ({b}, {length})")
+        elif isinstance(leaf, Dense):
+            _broadcasts(leaf, shape_of(leaf.mask), (b, n, t, s), packed)
+        elif isinstance(leaf, BlockMap):
+            _check_block_map(leaf, (b, n, t, s), packed)
+        elif isinstance(leaf, Packed):
+            _check_packed(leaf, problem)
+
+
+def _fits(leaf: Any, lengths: Any, shape: tuple[int, ...], limit: int | None) -> None:
+    if lengths is None:
+        return
+    if shape_of(lengths) != shape:
+        _misfit(leaf, shape_of(lengths), f"{shape}, one length for each batch entry or sequence")
+    known = _known(lengths)
+    if known is not None and limit is not None and known.numel():
+        low, high = int(known.min()), int(known.max())
+        if low < 0 or high > limit:
+            raise InvalidProblem(
+                f"got {leaf!r} with lengths from {low} to {high}, expected 0 to {limit}."
+            )
+
+
+def _known(payload: Any) -> Tensor | None:
+    """Return the payload when reading its values costs no synchronisation with a device."""
+    if torch.compiler.is_compiling():
+        return None
+    if not isinstance(payload, Tensor):
+        return torch.as_tensor(payload)
+    return payload if type(payload) is Tensor and payload.device.type == "cpu" else None
+
+
+def _misfit(leaf: Any, got: Any, expected: str) -> None:
+    raise InvalidProblem(f"got {leaf!r} with an array of shape {got}, expected {expected}.")
+
+
+def _broadcasts(leaf: Any, got: tuple[int, ...], full: tuple[int, ...], packed: bool) -> None:
+    if packed:
+        raise InvalidProblem(
+            f"got {leaf!r} in a packed problem, expected masks that have a meaning within each "
+            "sequence; use Segments, or unpack."
+        )
+    padded = (1,) * (4 - len(got)) + got
+    if len(got) > 4 or any(g not in (1, f) for g, f in zip(padded, full, strict=True)):
+        _misfit(leaf, got, f"broadcastable to (B, N, T, S) = {full}")
+
+
+def _check_block_map(leaf: BlockMap, full: tuple[int, ...], packed: bool) -> None:
+    b, n, t, s = full
+    rows, blocks = -(-t // leaf.block_q), -(-s // leaf.block_k)
+    got = shape_of(leaf.counts)
+    if packed or got[0] not in (1, b) or got[1] not in (1, n) or got[2] != rows:
+        _misfit(leaf, got, f"counts ({b}|1, {n}|1, {rows}) for {rows} blocks of queries")
+    indices, counts = _known(leaf.indices), _known(leaf.counts)
+    if indices is None or counts is None or not counts.numel():
+        return
+    most = indices.shape[-1]
+    if int(counts.min()) < 0 or int(counts.max()) > most:
+        raise InvalidProblem(
+            f"got {leaf!r} with counts from {int(counts.min())} to {int(counts.max())}, expected "
+            f"0 to {most}, the last dim of indices."
+        )
+    meant = torch.arange(most) < counts[..., None]
+    if bool((meant & ((indices < 0) | (indices >= blocks))).any()):
+        raise InvalidProblem(
+            f"got {leaf!r} with a block index outside of 0 to {blocks - 1}, expected indices of "
+            f"blocks of {leaf.block_k} keys out of {s}."
+        )
+
+
+def _check_packed(leaf: Packed, problem: Problem) -> None:
+    for name, cu, total in (("cu_q", leaf.cu_q, problem.q_len), ("cu_kv", leaf.cu_kv, problem.kv_len)):
+        known = _known(cu)
+        if known is None or not known.numel():
+            continue
+        if int(known[0]) != 0 or int(known[-1]) != total or bool((known.diff() < 0).any()):
+            raise InvalidProblem(
+                f"got {name}={known.tolist()[:8]}, expected offsets that rise from 0 to {total}."
+            )
+
+
+def grid(mask: Mask, dims: Dims, device: torch.device) -> Index:
+    """Return coordinates that broadcast to (B, N, T, S) for :meth:`Mask.allows`."""
+    t = torch.arange(dims.q_len, device=device).view(1, 1, -1, 1)
+    j = torch.arange(dims.kv_len, device=device).view(1, 1, 1, -1)
+    n = torch.arange(dims.heads, device=device).view(1, -1, 1, 1)
+    align = mask.align or "bottom_right"
+    packed = next((leaf for leaf in mask.leaves() if isinstance(leaf, Packed)), None)
+    if packed is None:
+        b = torch.arange(dims.batch, device=device).view(-1, 1, 1, 1)
+        return Index(b, n, t, j, dims.q_len, dims.kv_len, align)
+    cu_q, cu_kv = packed.cu_q.long(), packed.cu_kv.long()
+    seq_q = torch.searchsorted(cu_q, t.reshape(-1), right=True).view(t.shape) - 1
+    seq_k = torch.searchsorted(cu_kv, j.reshape(-1), right=True).view(j.shape) - 1
+    return Index(
+        seq_q, n, t - cu_q[seq_q], j - cu_kv[seq_k], cu_q.diff()[seq_q], cu_kv.diff()[seq_q],
+        align, seq_q == seq_k, t, j,
+    )  # fmt: skip
+
+
+def materialise(mask: Mask, dims: Dims, device: torch.device) -> Tensor:
+    """Return the dense mask, (B|1, N|1, T|1, S|1) bool."""
+    dense = expand_blocks(mask, dims.kv_len).allows(grid(mask, dims, device))
+    return dense.reshape((1,) * (4 - dense.dim()) + tuple(dense.shape))
+
+
+def expand_blocks(mask: Mask, kv_len: int) -> Mask:
+    """Return `mask` with every BlockMap given its bit map, so that it can be asked anywhere."""
+    if mask.parts:
+        return type(mask)(tuple(expand_blocks(part, kv_len) for part in mask.parts))  # type: ignore[call-arg]
+    if isinstance(mask, BlockMap):
+        bits = block_bits(mask, kv_len)
+        return BlockMap(mask.block_q, mask.block_k, mask.indices, mask.counts, bits)
+    return mask
+
+
+def block_bits(mask: BlockMap, kv_len: int) -> Tensor:
+    """Return which blocks of keys each block of queries visits: (B, N, nQ, nK) bool."""
+    blocks = -(-kv_len // mask.block_k)
+    indices = mask.indices.long()
+    listed = torch.arange(indices.shape[-1], device=indices.device) < mask.counts[..., None]
+    target = torch.where(listed, indices, blocks)
+    bits = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.bool, device=indices.device)
+    return bits.scatter(-1, target, True)[..., :blocks]
+
+
+def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
+    """Return the dense mask with its empty rows and seen keys; small static ones are kept."""
+    if not is_static(mask) or torch.compiler.is_dynamo_compiling():
+        return _visible(materialise(mask, dims, device), dims)
+    key = (mask.signature, dims, device)
+    return _static.get(key, lambda: _visible(materialise(mask, dims, device), dims))
+
+
+def _visible(mask: Tensor, dims: Dims) -> Visible:
+    mask = mask.expand(-1, -1, -1, dims.kv_len)
+    empty = ~mask.any(-1, keepdim=True)
+    seen = mask.any(-2)
+    if seen.shape[1] > 1 and dims.heads != dims.kv_heads:
+        seen = seen.unflatten(1, (dims.kv_heads, -1)).any(2)
+    return Visible(mask, empty, seen.unsqueeze(-1))
+
+
+class _Kept:
+    """A small cache of dense static masks, bounded in bytes, least recently used first out."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._bytes = limit, 0
+        self._entries: OrderedDict[Any, tuple[Visible, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Any, make: Any) -> Visible:
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key][0]
+        made: Visible = make()
+        size = made.mask.untyped_storage().nbytes() * 2
+        # inference tensors must not be handed to a later call that trains
+        if size <= self._limit // 4 and not torch.is_inference_mode_enabled():
+            with self._lock:
+                self._entries[key] = (made, size)
+                self._bytes += size
+                while self._bytes > self._limit:
+                    self._bytes -= self._entries.popitem(last=False)[1][1]
+        return made
+
+
+_static = _Kept(_CACHE_BYTES)
+
+
+def dense_bias(bias: Bias, dims: Dims, dtype: torch.dtype) -> Tensor:
+    """Return the bias as a tensor of `dtype` that broadcasts to (B, N, T, S), four dims."""
+    array: Tensor = bias.payload
+    if not isinstance(bias, Alibi):
+        return array.reshape((1,) * (4 - array.dim()) + tuple(array.shape)).to(dtype)
+    t = torch.arange(dims.q_len, device=array.device).view(-1, 1)
+    j = torch.arange(dims.kv_len, device=array.device)
+    distance = (t + dims.kv_len - dims.q_len - j).abs()
+    slopes = array.to(dtype).reshape(-1 if array.dim() == 2 else 1, dims.heads, 1, 1)
+    return -slopes * distance.to(dtype)
+
+
+def check_bias(bias: Bias, problem: Problem, device: torch.device) -> None:
+    """Raise :class:`InvalidProblem` where the bias does not fit the problem."""
+    array = bias.payload
+    if not isinstance(array, Tensor) or array.device != device:
+        where = array.device if isinstance(array, Tensor) else type(array).__name__
+        raise InvalidProblem(f"got {bias!r} on {where}, expected a tensor on {device}.")
+    full = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    if isinstance(bias, Alibi):
+        if tuple(array.shape) not in (full[1:2], full[:2], (1, full[1])):
+            _misfit(bias, tuple(array.shape), f"({full[1]},) or {full[:2]} slopes")
+        if problem.layout == "packed":
+            _broadcasts(bias, (0,), full, True)
+        return
+    _broadcasts(bias, tuple(array.shape), full, problem.layout == "packed")

@@ -1,0 +1,165 @@
+"""``attention`` inside ``torch.compile``: the choice is made while tracing, guarded, never stale.
+
+What is read of the surroundings are attributes that the compiler guards (see
+`polyattn.scopes`). The selection itself is one function of constants. Lengths that the compiler
+keeps symbolic stay so: the selection sees them rounded up to powers of two, which guards a
+range, and kernels take their sizes from the tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn import scopes
+from polyattn.biases import Bias
+from polyattn.errors import InvalidProblem
+from polyattn.masks import Mask
+from polyattn.problem import MaskFacts, Problem
+from polyattn.simplify import simplify
+from polyattn.torch.empty import answer_empty
+from polyattn.torch.masking import bind_mask
+from polyattn.torch.resolve import Plan, plan_for, wishes
+
+__all__ = ["attention"]
+
+_plans: dict[int, Plan] = {}
+_kernels: dict[int, Any] = {}
+_numbers: dict[Any, int] = {}
+_state, _local = scopes.state, scopes.local
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
+    dropout_p: float, layout: str, return_lse: bool, deterministic: Any, backend: Any,
+) -> Any:  # fmt: skip
+    """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
+    kind = q.device.type
+    if q.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        cast = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    if q.dim() != (3 if layout == "packed" else 4) or q.dim() != k.dim() or k.dim() != v.dim():
+        raise InvalidProblem(
+            f"got query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}, expected "
+            f"arrays laid out as {layout}."
+        )
+    t_dim, n_dim = {"BTNH": (1, 2), "BNTH": (2, 1)}.get(layout, (0, 1))
+    batch = q.shape[0] if layout != "packed" else 1
+    q_len, kv_len = q.shape[t_dim], k.shape[t_dim]
+    if mask is not None and not isinstance(mask, Mask):
+        raise InvalidProblem("got a mask that is no polyattn mask, expected e.g. polyattn.Dense(mask).")
+    if bias is not None and not isinstance(bias, Bias):
+        raise InvalidProblem("got a bias that is no polyattn bias, expected e.g. polyattn.DenseBias(b).")
+    if mask is not None and layout != "packed":
+        mask = simplify(mask, q_len, kv_len)
+    t_class, s_class = _classes(q_len, kv_len)
+    grad = torch.is_grad_enabled()
+    scope = _state.scope
+    number = _resolve(
+        _class(batch), t_class, s_class, q.shape[n_dim], k.shape[n_dim], q.shape[-1], v.shape[-1],
+        q.dtype, kind, layout,
+        None if mask is None else mask.signature, None if mask is None else mask.align,
+        None if bias is None else bias.signature,
+        grad and bias is not None and bias.payload.requires_grad,
+        scale, softcap, _sink_count(sinks), grad and sinks is not None and sinks.requires_grad,
+        dropout_p, grad and (q.requires_grad or k.requires_grad or v.requires_grad), return_lse,
+        deterministic, torch.are_deterministic_algorithms_enabled(),
+        q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1,
+        backend, None if scope is _state else scope, _local.traced, _local.module,
+        _state.forced, _state.epoch,
+    )  # fmt: skip
+    if mask is not None:
+        mask = bind_mask(mask, q.device)
+    if q_len == 0 or kv_len == 0 or batch == 0:
+        return answer_empty(_plans[number].selection.problem, q, k, v, sinks)
+    if _state.recorder is not _state:
+        _note(number)
+    return _kernels[number](q, k, v, mask, bias, sinks)
+
+
+def _class(size: int) -> int:
+    """Round up to a power of two by comparisons only, which guard a range of a symbolic size."""
+    if size <= 1:
+        return size
+    bound = 2
+    while bound < size:
+        bound *= 2
+    return bound
+
+
+def _classes(q_len: int, kv_len: int) -> tuple[int, int]:
+    """Return the classes of both lengths, in the order that the lengths have."""
+    if q_len == kv_len:
+        bound = _class(q_len)
+        return bound, bound
+    t, s = _class(q_len), _class(kv_len)
+    if t == s:
+        return (t * 2, s) if q_len > kv_len else (t, s * 2)
+    return t, s
+
+
+def _sink_count(sinks: Any) -> int:
+    if sinks is None:
+        return 0
+    return 1 if sinks.dim() == 1 else sinks.shape[1]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _resolve(
+    batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, value_dim: int,
+    dtype: torch.dtype, device: str, layout: str, mask: str | None, align: str | None,
+    bias: str | None, bias_grad: bool, scale: float | None, softcap: float | None, sinks: int,
+    sinks_grad: bool, dropout_p: float, grad: bool, lse: bool, deterministic: bool | None,
+    globally_deterministic: bool, contiguous: bool, backend: Any, scope: str | None,
+    traced: str | None, module: str | None, forced: str | None, epoch: int,
+) -> int:  # fmt: skip
+    """Choose a backend from constants; returns the number of its plan."""
+    from polyattn.torch.door import dtype_name
+
+    arch = None
+    if device == "cuda" and torch.cuda.is_available():
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    problem = Problem(
+        batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, value_dim=value_dim, dtype=dtype_name(dtype), device=device, arch=arch,
+        layout=layout, mask=None if mask is None else MaskFacts.parse(mask, align), bias=bias,
+        bias_grad=bias_grad, scale=scale, softcap=softcap, sinks=sinks, sinks_grad=sinks_grad,
+        dropout_p=dropout_p, grad=grad, lse=lse,
+        deterministic=globally_deterministic if deterministic is None else deterministic,
+        contiguous=contiguous, compiled=True,
+    )  # fmt: skip
+    key = (problem, backend, scope, traced, module, forced, epoch)
+    if key not in _numbers:
+        plan = plan_for(problem, wishes(backend, None, traced if traced is not None else scope, module))
+        number = len(_plans)
+        _plans[number], _kernels[number] = plan, plan.kernel
+        _numbers[key] = number
+    return _numbers[key]
+
+
+@torch.library.custom_op("polyattn::note", mutates_args=())
+def _note_op(number: int) -> None:
+    """Append the plan's selection to the recorders of the caller, each time the graph runs."""
+    for ran in scopes.recording.get(()):
+        ran.append(_plans[number].selection)
+
+
+@_note_op.register_fake
+def _(number: int) -> None:
+    return None
+
+
+def _note(number: int) -> None:
+    torch.ops.polyattn.note(number)
+
+
+def _keep_notes() -> None:
+    """Tell the compilers that noting is an effect, so that they neither drop nor reorder it."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(torch.ops.polyattn.note.default, _EffectType.ORDERED)
+
+
+_keep_notes()

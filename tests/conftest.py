@@ -1,0 +1,60 @@
+"""Settings for all tests: an own cache, no settings from outside, one thread per process."""
+
+import os
+import tempfile
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before torch is imported. Tests run in parallel as processes; threads on top make them wait.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,  # the suite must give the same answer twice; `polyattn fuzz` goes further
+    database=None,
+    deadline=None,  # the first call of a kernel compiles
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("repeatable")
+
+_SAVED = pytest.StashKey[dict[str, str]]()
+_CACHE = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this process an empty cache directory and take away the caller's POLYATTN_* settings."""
+    config.stash[_SAVED] = {
+        key: value for key, value in os.environ.items() if key.startswith("POLYATTN_")
+    }
+    config.stash[_CACHE] = tempfile.TemporaryDirectory(
+        prefix="polyattn-tests-", ignore_cleanup_errors=True
+    )
+    for key in config.stash[_SAVED]:
+        del os.environ[key]
+    os.environ["POLYATTN_CACHE_DIR"] = config.stash[_CACHE].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Put the environment back and remove the cache directory."""
+    os.environ.pop("POLYATTN_CACHE_DIR", None)
+    os.environ.update(config.stash[_SAVED])
+    config.stash[_CACHE].cleanup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked gpu where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False
+    return torch.cuda.is_available()
