@@ -674,6 +674,25 @@ def test_a_full_or_failing_disk(path, monkeypatch, code):
     check_memory(path)
 
 
+@pytest.mark.parametrize("code", ["SQLITE_CANTOPEN", "SQLITE_IOERR"])
+def test_an_error_that_passes_is_tried_again(path, table, monkeypatch, code):
+    table.record(KEY, [measured()])
+    error = sqlite3.OperationalError(code)
+    error.sqlite_errorcode = getattr(sqlite3, code)
+    real, left = sqlite3.connect, [error, error]
+
+    def sometimes(*args, **how):
+        if left:
+            raise left.pop()
+        return real(*args, **how)
+
+    monkeypatch.setattr(sqlite3, "connect", sometimes)
+    with TuningTable(path) as again:
+        assert again.best(KEY) == [measured()]
+        assert again.persistent
+        assert again.notices == left == []
+
+
 def test_a_size_limit_hit_while_writing(path):
     table = TuningTable(path)
     table.record(KEY, [measured()])

@@ -150,7 +150,8 @@ class Storage:
             try:
                 connection = self._connect(create)
                 return missing if connection is None else use(connection)
-            except _StaleError:
+            except _StaleError as error:
+                last = error
                 self._drop()
             except (sqlite3.Error, OSError, CorruptFileError) as error:
                 last = error
@@ -162,7 +163,7 @@ class Storage:
     ) -> T:
         with transaction(connection, begin):
             if database.stamp(connection) != (APPLICATION_ID, SCHEMA_VERSION):
-                raise _StaleError
+                raise _StaleError("it changed its schema")
             return body(connection)
 
     def _apply(
@@ -170,7 +171,7 @@ class Storage:
     ) -> T:
         result = self._run(connection, "BEGIN IMMEDIATE", change)
         if connection is not self._memory and self._on_disk() != self._identity:
-            raise _StaleError
+            raise _StaleError("it was replaced")
         self._changes += 1
         return result
 
@@ -267,7 +268,7 @@ class Storage:
             if kind is Kind.CORRUPT:
                 raise CorruptFileError(kind.value)
             if kind is Kind.OURS and self._on_disk() != identity:
-                raise _StaleError
+                raise _StaleError("it was replaced")
         except BaseException:
             connection.close()
             raise

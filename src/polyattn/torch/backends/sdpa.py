@@ -5,7 +5,8 @@ operators lack is lowered here, exactly: masks and biases become additive tensor
 groups are folded into query rows (never repeated), sinks become one more key whose score is the
 sink, and rows that see no key are zeroed. Traps of the direct calls are kept from callers: the
 CPU flash operator ends the process on empty sequences (the front-end answers those), returns
-wrong values for a strided last dim (copied), and an lse of 0 for empty rows (rewritten).
+wrong values for a strided last dim (copied), and an lse of 0 for empty rows (rewritten); the math
+operator adds boolean masks up as numbers (never handed any).
 """
 
 from __future__ import annotations
@@ -36,13 +37,12 @@ NATIVE_CAUSAL = "Causal('top_left')"
 class Op:
     """One operator: ``call(q, k, v, mask, causal, scale, dropout_p, lse)`` on (B, N, T, H).
 
-    `boolean`: takes boolean masks. `grouped`: takes fewer key/value heads as they are.
+    `grouped`: takes fewer key/value heads as they are.
     `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
     beside half-precision inputs, and masks that broadcast.
     """
 
     call: Call
-    boolean: bool = False
     grouped: bool = False
     causal_with_mask: bool = False
     wide: bool = False
@@ -136,7 +136,7 @@ def load_cudnn() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
 def load_math() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     """Load the unfused path: matmul, softmax, matmul, on every device."""
-    return functools.partial(_prepare, Op(_math, boolean=True, wide=True))
+    return functools.partial(_prepare, Op(_math, wide=True))
 
 
 def _is_plain(p: Problem) -> bool:
@@ -237,15 +237,14 @@ class _Attend:
         self, q: Tensor, dims: Dims, view: Visible | None, bias: Any, sinks: Any
     ) -> Tensor | None:
         """Return what the operator takes as mask: (B|1, N|1, T|1, S), or None."""
-        op = self.op
         allowed = None
         if view is not None:
             # a row without keys attends everywhere and is zeroed afterwards: finite gradients
             open_rows = view.empty is not None and sinks is None
             allowed = view.mask | view.empty if open_rows else view.mask
-        if bias is None and sinks is None and (allowed is None or op.boolean):
-            return self._folded(allowed, dims)
-        wide = torch.promote_types(q.dtype, torch.float32) if op.wide else q.dtype
+        if bias is None and sinks is None and allowed is None:
+            return None
+        wide = torch.promote_types(q.dtype, torch.float32) if self.op.wide else q.dtype
         added = None if bias is None else dense_bias(bias, dims, wide)
         if added is None:
             added = torch.zeros((1, 1, 1, 1), dtype=wide, device=q.device)
