@@ -23,18 +23,41 @@ def tensor_check(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
     torch's own compiled guard looks at type, dtype, device, shape, strides, gradients and the
     dispatch state (autocast, inference mode, function transforms) in 0.2 us.
     """
+    if q is k or k is v or q is v:
+        return _check_of_same(q, k, v)
+    check = _compiled_check(q, k, v)
+    return check if check is not None and check(q, k, v) else _slow_check(q, k, v)
+
+
+def _compiled_check(*tensors: Tensor) -> Callable[..., bool] | None:
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        guards = TensorGuards(
-            q, k, v,
-            dynamic_dims_sizes=[list(x.shape) for x in (q, k, v)],
-            dynamic_dims_strides=[list(x.stride()) for x in (q, k, v)],
-        )  # fmt: skip
+        return TensorGuards(  # type: ignore[no-any-return]
+            *tensors,
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],
+            dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        ).check
     except (ImportError, TypeError, SystemError):
+        return None
+
+
+def _check_of_same(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
+    """Check calls that pass one tensor twice or thrice, which the compiled guard never accepts."""
+    if q is k and k is v:
+        one = _compiled_check(q)
+        if one is None or not one(q):
+            return _slow_check(q, k, v)
+        return lambda q, k, v: q is k and k is v and one(q)
+    other = v if q is k else k
+    two = _compiled_check(q, other)
+    if two is None or not two(q, other):
         return _slow_check(q, k, v)
-    check: Callable[..., bool] = guards.check
-    return check if check(q, k, v) else _slow_check(q, k, v)
+    if q is k:
+        return lambda q, k, v: q is k and two(q, v)
+    if k is v:
+        return lambda q, k, v: k is v and two(q, k)
+    return lambda q, k, v: q is v and two(q, k)
 
 
 def _facts(x: Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,6 @@ remedies, both exact and bitwise neutral for finite inputs:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +27,18 @@ def hide(
     q: Tensor, k: Tensor, v: Tensor, view: Visible
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zero the queries that see no key and the keys that no query sees; (B, N, T, H) arrays."""
-    if view.empty is not None:
-        q = torch.where(view.empty, 0, q)
+    q = torch.where(view.empty, 0, q)
     return q, torch.where(view.seen, k, 0), torch.where(view.seen, v, 0)
 
 
 def is_readable(out: Tensor) -> bool:
     """Say whether the values of `out` can be read at no cost in waiting."""
-    return out.device.type == "cpu" and type(out) is Tensor and not torch.compiler.is_compiling()
+    return (
+        out.device.type == "cpu"
+        and type(out) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def mend(
@@ -71,11 +74,9 @@ def _struck(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def zero_empty(
-    out: Tensor, lse: Tensor | None, empty: Any
+    out: Tensor, lse: Tensor | None, empty: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Write the result of rows that see no key: output 0, lse -inf; their gradient is 0."""
-    if empty is None:
-        return out, lse
     out = torch.where(empty, 0, out)
     if lse is not None:
         lse = torch.where(empty.squeeze(-1), float("-inf"), lse)

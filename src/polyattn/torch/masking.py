@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyattn.biases import Alibi, Bias
 from polyattn.errors import InvalidProblem
-from polyattn.masks import BlockMap, Dense, Index, Mask, Packed, Padding, PrefixLM, Segments
+from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed, Padding, PrefixLM, Segments
 from polyattn.payload import shape_of
 from polyattn.problem import Problem
 
@@ -51,16 +51,33 @@ class Dims(NamedTuple):
         return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
-class Visible(NamedTuple):
-    """A dense mask and what follows from it.
+class Visible:
+    """A dense mask and, when asked for, what follows from it.
 
-    `mask`: (B|1, N|1, T|1, S|1) bool. `empty`: (B|1, N|1, T|1, 1) rows that see no key, or
-    None if there is none. `seen`: (B|1, K|1, S, 1) keys that some query sees.
+    `mask`: (B|1, N|1, T|1, S) bool, True = attend.
     """
 
-    mask: Tensor
-    empty: Tensor | None
-    seen: Tensor
+    def __init__(self, mask: Tensor, dims: Dims) -> None:
+        self.mask, self.dims = mask, dims
+        self._empty: Tensor | None = None
+        self._seen: Tensor | None = None
+
+    @property
+    def empty(self) -> Tensor:
+        """Rows that see no key: (B|1, N|1, T|1, 1)."""
+        if self._empty is None:
+            self._empty = ~self.mask.any(-1, keepdim=True)
+        return self._empty
+
+    @property
+    def seen(self) -> Tensor:
+        """Keys that some query sees: (B|1, K|1, S, 1)."""
+        if self._seen is None:
+            seen = self.mask.any(-2)
+            if seen.shape[1] > 1 and self.dims.heads != self.dims.kv_heads:
+                seen = seen.unflatten(1, (self.dims.kv_heads, -1)).any(2)
+            self._seen = seen.unsqueeze(-1)
+        return self._seen
 
 
 def is_static(mask: Mask | None) -> bool:
@@ -203,9 +220,38 @@ def grid(mask: Mask, dims: Dims, device: torch.device) -> Index:
 
 
 def materialise(mask: Mask, dims: Dims, device: torch.device) -> Tensor:
-    """Return the dense mask, (B|1, N|1, T|1, S|1) bool."""
-    dense = expand_blocks(mask, dims.kv_len).allows(grid(mask, dims, device))
-    return dense.reshape((1,) * (4 - dense.dim()) + tuple(dense.shape))
+    """Return the dense mask, (B|1, N|1, T|1, S) bool."""
+    dense = _dense(mask, dims, _Coordinates(mask, dims, device))
+    return dense.expand(-1, -1, -1, dims.kv_len)
+
+
+class _Coordinates:
+    """The coordinates of :func:`grid`, made when the first mask asks for them."""
+
+    def __init__(self, mask: Mask, dims: Dims, device: torch.device) -> None:
+        self._mask, self._dims, self._device = mask, dims, device
+        self._index: Index | None = None
+
+    def get(self) -> Index:
+        if self._index is None:
+            self._index = grid(self._mask, self._dims, self._device)
+        return self._index
+
+
+def _dense(mask: Mask, dims: Dims, coordinates: _Coordinates) -> Tensor:
+    if mask.parts:
+        dense = _dense(mask.parts[0], dims, coordinates)
+        for part in mask.parts[1:]:
+            other = _dense(part, dims, coordinates)
+            dense = dense & other if isinstance(mask, And) else dense | other
+        return dense
+    if isinstance(mask, Dense):  # as it is: gathering it entry by entry would be a copy
+        return _four_dims(mask.mask)
+    return _four_dims(expand_blocks(mask, dims.kv_len).allows(coordinates.get()))
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
 def expand_blocks(mask: Mask, kv_len: int) -> Mask:
@@ -229,20 +275,11 @@ def block_bits(mask: BlockMap, kv_len: int) -> Tensor:
 
 
 def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
-    """Return the dense mask with its empty rows and seen keys; small static ones are kept."""
+    """Return the dense mask; small ones that the lengths determine are kept."""
     if not is_static(mask) or torch.compiler.is_dynamo_compiling():
-        return _visible(materialise(mask, dims, device), dims)
+        return Visible(materialise(mask, dims, device), dims)
     key = (mask.signature, dims, device)
-    return _static.get(key, lambda: _visible(materialise(mask, dims, device), dims))
-
-
-def _visible(mask: Tensor, dims: Dims) -> Visible:
-    mask = mask.expand(-1, -1, -1, dims.kv_len)
-    empty = ~mask.any(-1, keepdim=True)
-    seen = mask.any(-2)
-    if seen.shape[1] > 1 and dims.heads != dims.kv_heads:
-        seen = seen.unflatten(1, (dims.kv_heads, -1)).any(2)
-    return Visible(mask, empty, seen.unsqueeze(-1))
+    return _static.get(key, lambda: Visible(materialise(mask, dims, device), dims))
 
 
 class _Kept:
@@ -277,7 +314,7 @@ def dense_bias(bias: Bias, dims: Dims, dtype: torch.dtype) -> Tensor:
     """Return the bias as a tensor of `dtype` that broadcasts to (B, N, T, S), four dims."""
     array: Tensor = bias.payload
     if not isinstance(bias, Alibi):
-        return array.reshape((1,) * (4 - array.dim()) + tuple(array.shape)).to(dtype)
+        return _four_dims(array).to(dtype)
     t = torch.arange(dims.q_len, device=array.device).view(-1, 1)
     j = torch.arange(dims.kv_len, device=array.device)
     distance = (t + dims.kv_len - dims.q_len - j).abs()

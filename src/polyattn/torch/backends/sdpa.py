@@ -37,13 +37,15 @@ NATIVE_CAUSAL = "Causal('top_left')"
 class Op:
     """One operator: ``call(q, k, v, mask, causal, scale, dropout_p, lse)`` on (B, N, T, H).
 
-    `grouped`: takes fewer key/value heads as they are.
+    `grouped`: takes fewer key/value heads as they are. `zeroes_empty`: rows that see no key are
+    0 with gradient 0 (its lse still has to be rewritten).
     `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
     beside half-precision inputs, and masks that broadcast.
     """
 
     call: Call
     grouped: bool = False
+    zeroes_empty: bool = False
     causal_with_mask: bool = False
     wide: bool = False
 
@@ -116,10 +118,13 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
             if problem.compiled
             else torch._scaled_dot_product_flash_attention_for_cpu
         )
-        if _is_plain(problem):
+        if _is_plain(problem) and problem.mask is None:
             return _plain_flash_cpu(function, problem)
-        op = Op(_flash_cpu(function), grouped=True, causal_with_mask=True, wide=True)
-        return _prepare(op, problem, config)
+        op = Op(_flash_cpu(function), grouped=True, zeroes_empty=True, causal_with_mask=True, wide=True)
+        kernel = _prepare(op, problem, config)
+        if _is_plain(problem) and _is_square_causal(problem) and not problem.compiled:
+            return _causal_flash_cpu(function, problem, kernel)
+        return kernel
 
     return prepare
 
@@ -141,9 +146,33 @@ def load_math() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
 def _is_plain(p: Problem) -> bool:
     return (
-        p.mask is None and p.bias is None and not p.sinks and not p.lse and p.contiguous
+        p.bias is None and not p.sinks and not p.lse and p.contiguous
         and not p.gqa and p.layout != "packed"
     )  # fmt: skip
+
+
+def _is_square_causal(p: Problem) -> bool:
+    return p.mask is not None and p.mask.signature == NATIVE_CAUSAL and p.q_len == p.kv_len
+
+
+def _causal_flash_cpu(
+    function: Any, problem: Problem, careful: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The short way for causal calls; a NaN in the output sends the call the careful way."""
+    layout, scale, grad = problem.layout, problem.scale, problem.grad
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None) -> Any:
+        if layout == "BNTH":
+            out = function(q, k, v, 0.0, True, scale=scale)[0]
+        else:
+            q4, k4, v4 = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out = function(q4, k4, v4, 0.0, True, scale=scale)[0].transpose(1, 2)
+        if type(out) is not Tensor or torch._C._are_functorch_transforms_active():
+            return out
+        total = (out.detach() if grad else out).sum().item()
+        return out if total == total else careful(q, k, v, mask, bias, sinks)
+
+    return kernel
 
 
 def _plain_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
@@ -210,7 +239,7 @@ class _Attend:
         return self.only_causal or self.causal_first
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any) -> Result:
-        dims = Dims.of(q, k)
+        dims, p = Dims.of(q, k), self.problem
         view: Visible | None = None
         if mask is not None and not self.only_causal:
             view = visible(mask, dims, q.device)
@@ -218,7 +247,7 @@ class _Attend:
             _, high = key_range(mask, dims.q_len, dims.kv_len)
             k, v = k[:, :, :high], v[:, :, :high]
         readable = is_readable(q)
-        if view is not None and (self.problem.grad or not readable):
+        if view is not None and (p.grad or not readable):
             q, k, v = hide(q, k, v, view)
         additive = self._additive(q, dims, view, bias, sinks)
 
@@ -229,7 +258,7 @@ class _Attend:
             out, lse = mend(run, q, k, v, lambda: visible(mask, dims, q.device))
         else:
             out, lse = run(q, k, v)
-        if view is not None and sinks is None:
+        if view is not None and sinks is None and (p.lse or not self.op.zeroes_empty):
             return zero_empty(out, lse, view.empty)
         return out, lse
 
@@ -240,7 +269,7 @@ class _Attend:
         allowed = None
         if view is not None:
             # a row without keys attends everywhere and is zeroed afterwards: finite gradients
-            open_rows = view.empty is not None and sinks is None
+            open_rows = sinks is None and not self.op.zeroes_empty
             allowed = view.mask | view.empty if open_rows else view.mask
         if bias is None and sinks is None and allowed is None:
             return None
@@ -273,7 +302,7 @@ class _Attend:
             scale = self.scale if self.scale is not None else 1 / math.sqrt(p.head_dim)
             surrogate = scale * (q * keys).sum(-1).to(lse.dtype)
             lse = lse.detach() + (surrogate - surrogate.detach())
-        return out, lse
+        return out, lse if p.lse else None
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sink: bool) -> Result:
         p = self.problem

@@ -1,0 +1,137 @@
+"""Random cases: small, so that thousands run a minute, and odd, so that they find something."""
+
+from __future__ import annotations
+
+from random import Random
+
+from polyattn.conformance.cases import Case, Tree
+
+__all__ = ["random_case"]
+
+_EDGES = (7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80)
+_MOST_SCORES = 24_000  # of B * N * T * S: what keeps a case at milliseconds
+_LEAVES = ("causal", "causal", "window", "window", "padding", "segments", "prefix", "blocks", "dense", "full")
+_PACKED = ("causal", "causal", "window", "padding", "segments", "prefix", "full")
+
+
+def random_case(rng: Random) -> Case:
+    """Draw a case; equal states of `rng` give equal cases."""
+    layout = rng.choice(("BTNH", "BTNH", "BNTH", "BNTH", "packed"))
+    b, t, s, n, k = _sizes(rng, layout)
+    h = _head_dim(rng)
+    v = h if rng.random() < 0.75 else _head_dim(rng)
+    bias, sinks = None if layout == "packed" else _bias(rng), 0
+    if rng.random() < 0.15:
+        sinks = rng.choice((1, 1, 2, 3))
+    return Case(
+        seed=rng.randrange(1 << 31), b=b, t=t, s=s, n=n, k=k, h=h, v=v,
+        dtype=_weighted(rng, (("float32", 9), ("bfloat16", 4), ("float16", 4), ("float64", 3))),
+        layout=layout, mask=_packed_mask(rng) if layout == "packed" else _mask(rng),
+        bias=bias, sinks=sinks,
+        scale=rng.choice((-0.3, 0.0, 0.05, 0.5, 1.0)) if rng.random() < 0.3 else None,
+        softcap=rng.choice((0.5, 2.0, 30.0)) if rng.random() < 0.12 else None,
+        strides="ccc" if rng.random() < 0.45 else "".join(rng.choice("cteso") for _ in "qkv"),
+        grad=_grad(rng, bias is not None, sinks > 0),
+        lse=rng.random() < 0.35, deterministic=rng.random() < 0.15, poison=rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def _weighted(rng: Random, choices: tuple[tuple[str, int], ...]) -> str:
+    return rng.choice([name for name, weight in choices for _ in range(weight)])
+
+
+def _length(rng: Random) -> int:
+    kind = rng.random()
+    if kind < 0.02:
+        return 0
+    if kind < 0.12:
+        return 1
+    if kind < 0.3:
+        return rng.choice(_EDGES)
+    return rng.randint(2, 20) if kind < 0.75 else rng.randint(21, 80)
+
+
+def _sizes(rng: Random, layout: str) -> tuple[int, int, int, int, int]:
+    b = rng.choice((1, 1, 1, 2, 2, 3)) if rng.random() > 0.015 else 0
+    if layout == "packed":
+        b = rng.choice((1, 2, 3, 4))
+    k = rng.choice((1, 1, 2, 3))
+    n = k * rng.choice((1, 1, 1, 2, 3, 4))
+    t = _length(rng)
+    s = t if rng.random() < 0.35 else _length(rng)
+    rows = 1 if layout == "packed" else max(b, 1)
+    if rows * n * t * s > _MOST_SCORES:
+        b, n, k = min(b, 4 if layout == "packed" else 1), (2 if n > k else 1), 1
+    return b, t, s, n, k
+
+
+def _head_dim(rng: Random) -> int:
+    kind = rng.random()
+    if kind < 0.4:
+        return rng.choice((8, 16, 24, 32, 40, 64, 80))
+    return rng.randrange(1, 80, 2) if kind < 0.6 else rng.randint(1, 40)
+
+
+def _grad(rng: Random, bias: bool, sinks: bool) -> str:
+    if rng.random() < 0.55:
+        return ""
+    wanted = "qkv" if rng.random() < 0.75 else "".join(x for x in "qkv" if rng.random() < 0.5)
+    wanted += "b" if bias and rng.random() < 0.5 else ""
+    return wanted + ("s" if sinks and rng.random() < 0.5 else "")
+
+
+def _bias(rng: Random) -> Tree | None:
+    kind = rng.random()
+    dtype = rng.choice(("own", "float32"))
+    if kind < 0.18:
+        dims = "".join(dim for dim in "bnts" if rng.random() < 0.6)
+        return ("dense", dims, dtype, rng.random() < 0.3)
+    return ("alibi", rng.random() < 0.3, dtype) if kind < 0.26 else None
+
+
+def _mask(rng: Random) -> Tree | None:
+    kind = rng.random()
+    align = "top_left" if rng.random() < 0.3 else "bottom_right"
+    if kind < 0.15:
+        return None
+    if kind < 0.55:
+        return _leaf(rng, _LEAVES, align)
+    if kind < 0.8:
+        return ("and", *(_leaf(rng, _LEAVES, align) for _ in range(2)))
+    if kind < 0.9:
+        return ("or", *(_leaf(rng, _LEAVES, align) for _ in range(2)))
+    outer, inner = rng.choice((("and", "or"), ("or", "and")))
+    a, b, c = (_leaf(rng, _LEAVES, align) for _ in range(3))
+    return (outer, a, (inner, b, c))
+
+
+def _packed_mask(rng: Random) -> Tree | None:
+    """What is joined with Packed by &."""
+    kind = rng.random()
+    align = "top_left" if rng.random() < 0.3 else "bottom_right"
+    if kind < 0.2:
+        return None
+    if kind < 0.65:
+        return _leaf(rng, _PACKED, align)
+    join = "and" if kind < 0.85 else "or"
+    return (join, *(_leaf(rng, _PACKED, align) for _ in range(2)))
+
+
+def _leaf(rng: Random, kinds: tuple[str, ...], align: str) -> Tree:
+    kind = rng.choice(kinds)
+    if kind == "prefix" and align == "top_left":
+        kind = "causal"
+    if kind == "causal":
+        return (kind, align)
+    if kind == "window":
+        return (kind, *(rng.choice((None, 0, 1, 2, 5, 17)) for _ in range(2)))
+    if kind == "padding":
+        return (kind, *rng.choice(((True, True), (False, True), (True, False))))
+    if kind == "segments":
+        return (kind, kinds is _LEAVES and rng.random() < 0.5, True)
+    if kind == "blocks":
+        sizes = (rng.choice((1, 3, 4, 8, 16, 128)) for _ in range(2))
+        return (kind, *sizes, rng.random() < 0.5, rng.random() < 0.5)
+    if kind == "dense":
+        return (kind, "".join(dim for dim in "bnts" if rng.random() < 0.7))
+    return (kind,)
