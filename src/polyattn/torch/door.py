@@ -59,7 +59,7 @@ def admit(
     dtype = dtype_name(cast or q.dtype)
     batch, q_len, heads, kv_len, kv_heads, head_dim, value_dim = shapes
     if layout == "packed":
-        packed = [leaf for leaf in mask.leaves() if isinstance(leaf, Packed)] if mask else []
+        packed = [leaf for leaf in mask.leaves() if isinstance(leaf, Packed)] if mask is not None else []
         if len(packed) != 1 or _under_or(mask):
             raise InvalidProblem(
                 f'got layout="packed" with mask={mask!r}, expected one Packed(cu_q, cu_kv), '

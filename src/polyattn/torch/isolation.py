@@ -52,7 +52,7 @@ def mend(
     if total == total:
         return out, lse
     allowed = view().mask
-    clean = [torch.where(x.isfinite(), x, 0) for x in (q, k, v)]
+    clean = [_finite(x) for x in (q, k, v)]
     mended, mended_lse = run(*clean)
     with torch.no_grad():
         struck = _struck(q, k, v, allowed)
@@ -61,6 +61,27 @@ def mend(
         bad_scores = _struck(q, k, torch.zeros_like(v), allowed).any(-1)
         lse = torch.where(bad_scores, lse, mended_lse)
     return out, lse
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Return `x` with 0 for what is not finite, at the same strides and the same alignment.
+
+    Matrix products may round otherwise where rows lie otherwise in memory.
+    """
+    fine = x.isfinite()
+    if fine.all():
+        return x
+    values = torch.where(fine, x, 0)
+    if x.requires_grad or 0 in x.stride() or x.stride() == values.stride() and _lead(x) == 0:
+        return values
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    there = x.new_zeros(span + _lead(x))
+    return there.as_strided(x.shape, x.stride(), _lead(x)).copy_(values)
+
+
+def _lead(x: Tensor) -> int:
+    """Count the elements between the last boundary of 64 bytes and the first element."""
+    return x.data_ptr() % 64 // x.element_size()
 
 
 def _struck(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:

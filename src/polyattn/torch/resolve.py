@@ -40,7 +40,7 @@ def wishes(
     env = settings.current().backend
     policy = (module or "").partition("\n")[0]
     return Wishes(
-        forced=Request((forced,)) if forced else Request(),
+        forced=Request(registry.expand(forced, asked_by="force")) if forced else Request(),
         call=Request() if backend is None else Request.make(_names(backend)),
         scope=Request.decode(scope or ""),
         module=Request.decode("" if policy == "-" else policy),
@@ -109,6 +109,13 @@ def library_versions() -> str:
 
     cuda = f" cuda={torch.version.cuda}" if torch.version.cuda else ""
     return f"polyattn={__version__} torch={torch.__version__}{cuda}"
+
+
+def present_device() -> tuple[str, str | None]:
+    """Return the device that a layer would be put on here, and its compute capability."""
+    if not torch.cuda.is_available():
+        return "cpu", None
+    return "cuda", "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
 def device_description(kind: str) -> str:

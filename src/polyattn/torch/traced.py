@@ -8,6 +8,7 @@ range, and kernels take their sizes from the tensors.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def attention(
     if q_len == 0 or kv_len == 0 or batch == 0:
         return answer_empty(_plans[number].selection.problem, q, k, v, sinks)
     if _state.recorder is not _state:
-        _note(number)
+        torch.ops.polyattn.note(number)
     return _kernels[number](q, k, v, mask, bias, sinks)
 
 
@@ -106,7 +107,6 @@ def _sink_count(sinks: Any) -> int:
     return 1 if sinks.dim() == 1 else sinks.shape[1]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _resolve(
     batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, value_dim: int,
     dtype: torch.dtype, device: str, layout: str, mask: str | None, align: str | None,
@@ -118,6 +118,7 @@ def _resolve(
     """Choose a backend from constants; returns the number of its plan."""
     from polyattn.torch.door import dtype_name
 
+    _define_note()
     arch = None
     if device == "cuda" and torch.cuda.is_available():
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -139,27 +140,23 @@ def _resolve(
     return _numbers[key]
 
 
-@torch.library.custom_op("polyattn::note", mutates_args=())
-def _note_op(number: int) -> None:
-    """Append the plan's selection to the recorders of the caller, each time the graph runs."""
-    for ran in scopes.recording.get(()):
-        ran.append(_plans[number].selection)
+# what torch.compiler.assume_constant_result sets, without importing the whole compiler for it
+_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@_note_op.register_fake
-def _(number: int) -> None:
-    return None
+@functools.cache
+def _define_note() -> None:
+    """Define the operator that notes a call each time a compiled graph runs.
 
-
-def _note(number: int) -> None:
-    torch.ops.polyattn.note(number)
-
-
-def _keep_notes() -> None:
-    """Tell the compilers that noting is an effect, so that they neither drop nor reorder it."""
+    It is an effect: compilers neither drop nor reorder it. Defined when something is first
+    traced, since defining it imports much of the compiler.
+    """
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
+    @torch.library.custom_op("polyattn::note", mutates_args=())
+    def note(number: int) -> None:
+        for ran in scopes.recording.get(()):
+            ran.append(_plans[number].selection)
+
+    note.register_fake(lambda number: None)
     _register_effectful_op(torch.ops.polyattn.note.default, _EffectType.ORDERED)
-
-
-_keep_notes()

@@ -1,0 +1,69 @@
+"""What a record says of the machine it was made on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from typing import Any
+
+__all__ = ["describe", "machine_class", "versions"]
+
+_FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
+_PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy")
+
+
+def describe() -> dict[str, Any]:
+    """Return processor, cores, the instruction sets that matter here, and the system."""
+    model, flags = _cpuinfo()
+    return {
+        "cpu": model,
+        "cores": os.cpu_count() or 1,
+        "flags": sorted(flag for flag in flags if _FLAGS.search(flag)),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpuinfo() -> tuple[str, list[str]]:
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                found.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    model = found.get("model name") or platform.processor() or platform.machine()
+    return model, (found.get("flags") or found.get("Features") or "").split()
+
+
+def machine_class(machine: dict[str, Any]) -> str:
+    """Return the name of the folder that the records of such machines go to.
+
+    >>> machine_class({"cpu": "AMD EPYC", "cores": 2, "flags": ["avx2", "avx512f", "avx512_bf16"]})
+    'amd-epyc-avx512-bf16-2-cores'
+    """
+    flags = set(machine["flags"])
+    best = next((name for name in ("avx512f", "avx2", "sve", "asimd") if name in flags), "")
+    parts = [machine["cpu"], best.removesuffix("f")]
+    parts += ["bf16"] if flags & {"avx512_bf16", "bf16"} else []
+    parts += ["amx"] if "amx_bf16" in flags else []
+    parts.append(f"{machine['cores']}-cores")
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(filter(None, parts)).lower()).strip("-")
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the packages that take part; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    if found["polyattn"] is None:  # run from a checkout
+        from polyattn import __version__
+
+        found["polyattn"] = __version__
+    return found

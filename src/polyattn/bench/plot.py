@@ -1,0 +1,45 @@
+"""The overhead table as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyattn.errors import MissingDependency
+
+__all__ = ["draw"]
+
+
+def draw(record: Mapping[str, Any], path: Path) -> Path:
+    """Draw the extra time of each row with its quartiles and goal, and write it to `path`."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependency(
+            "got --plot without matplotlib, expected it installed: pip install 'polyattn[bench]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in reversed(record["rows"]) if row.get("extra_us")]
+    medians = [row["extra_us"]["median"] for row in rows]
+    spread = [
+        [max(0.0, row["extra_us"]["median"] - row["extra_us"]["q1"]) for row in rows],
+        [max(0.0, row["extra_us"]["q3"] - row["extra_us"]["median"]) for row in rows],
+    ]
+    colors = ["#2a6f97" if row["ours"] else "#adb5bd" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(rows) + 1.6))
+    axes.barh(range(len(rows)), medians, xerr=spread, color=colors, ecolor="#333333", capsize=2)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    for place, row in enumerate(rows):
+        if row["goal_us"] is not None:
+            axes.plot([row["goal_us"]] * 2, [place - 0.4, place + 0.4], color="#d00000", lw=2)
+    axes.set_xlabel("extra time over the kernel call, us (median, quartiles; red: goal)")
+    axes.set_title(f"{record['shape']}, {record['machine']['cpu']}, {record['date'][:10]}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path

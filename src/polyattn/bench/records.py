@@ -1,0 +1,84 @@
+"""Records: the JSON of a run, and what two of them say about each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyattn.bench.machine import machine_class
+from polyattn.errors import PolyattnError
+
+__all__ = ["SCHEMA", "compare", "default_path", "dump", "read", "write"]
+
+SCHEMA = "polyattn.bench/1"
+
+
+def dump(record: Mapping[str, Any]) -> str:
+    """Return a record as JSON text."""
+    return json.dumps(record, indent=1, ensure_ascii=False)
+
+
+def default_path(record: Mapping[str, Any], kind: str) -> Path:
+    """Return where the record of this kind of machine belongs in a checkout."""
+    return Path("benchmarks/results") / machine_class(record["machine"]) / f"{kind}.json"
+
+
+def write(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record, making the folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump(record) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a record; raise :class:`PolyattnError` for anything else."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        known = record["schema"] == SCHEMA and all("name" in row for row in record["rows"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PolyattnError(f"got {path}, expected a record of `polyattn bench` ({error}).") from error
+    if not known:
+        raise PolyattnError(
+            f"got {path} of the schema {record['schema']!r}, expected {SCHEMA!r}; make it again "
+            "with this version of polyattn."
+        )
+    return dict(record)
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the rows of two records side by side.
+
+    A row differs when the quartiles of the two do not overlap; less is noise.
+    """
+    theirs = {row["name"]: row for row in b["rows"] if row.get("extra_us")}
+    rows = [
+        _difference(row["name"], row["extra_us"], theirs[row["name"]]["extra_us"])
+        for row in a["rows"]
+        if row.get("extra_us") and row["name"] in theirs
+    ]
+    notes = [
+        f"{what} differs: {a[what]} and {b[what]}"
+        for what in ("machine", "versions")
+        if a[what] != b[what]
+    ]
+    return {
+        "rows": rows,
+        "notes": notes,
+        "slower": [row["name"] for row in rows if row["verdict"] == "slower"],
+    }
+
+
+def _difference(name: str, a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, Any]:
+    verdict = "same"
+    if b["q1"] > a["q3"]:
+        verdict = "slower"
+    elif b["q3"] < a["q1"]:
+        verdict = "faster"
+    return {
+        "name": name,
+        "a_us": a["median"],
+        "b_us": b["median"],
+        "change_us": round(b["median"] - a["median"], 3),
+        "verdict": verdict,
+    }

@@ -1,0 +1,79 @@
+"""What people see of a record: tables, with the goal beside each figure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["print_comparison", "print_overhead", "say"]
+
+PLAIN_WIDTH = 118
+
+
+def _console(error: bool = False) -> Console:
+    stream = sys.stderr if error else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def say(text: str, *, error: bool = False, plain: bool = False) -> None:
+    """Print a line; `plain` text is for programs and is not wrapped."""
+    _console(error).print(text, markup=False, soft_wrap=plain or error)
+
+
+def print_overhead(record: Mapping[str, Any]) -> None:
+    """Print the table of ``bench overhead``."""
+    table = Table(title=f"extra time of a call at {record['shape']}, {record['threads']} thread")
+    for name in ("call", "median us", "q1..q3", "min..max", "goal us", "met", "over (us)"):
+        table.add_column(name, justify="right" if name.endswith("us") else "left", overflow="fold")
+    for row in record["rows"]:
+        if row.get("missing"):
+            table.add_row(row["name"], "-", "", "", "", "", f"not installed: {row['missing']}")
+            continue
+        extra, goal = row["extra_us"], row["goal_us"]
+        met = "" if goal is None else "yes" if row["met"] else "no"
+        table.add_row(
+            row["name"], f"{extra['median']:.2f}", f"{extra['q1']:.2f}..{extra['q3']:.2f}",
+            f"{extra['min']:.2f}..{extra['max']:.2f}", "" if goal is None else f"{goal:.1f}", met,
+            f"{row['over']} ({row['over_us']:.2f})",
+        )  # fmt: skip
+    _console().print(table)
+    for line in _footer(record):
+        say(line)
+
+
+def _footer(record: Mapping[str, Any]) -> list[str]:
+    machine, load = record["machine"], record["foreign_load"]
+    lines = [
+        "over: the very kernel call that the row ends in, timed beside it; each figure is a median "
+        "of paired differences.",
+        *(f"{name} = {meaning}" for name, meaning in record["legend"].items()),
+        f"{record['rounds']} rounds of {record['pairs_per_round']} pairs, "
+        f"{record['dropped_rounds']} more dropped because others were busy; others took {load['median']:.0%} of the machine in the median round kept, "
+        f"{load['max']:.0%} in the busiest.",
+        f"{machine['cpu']}, {machine['cores']} cores; "
+        + ", ".join(f"{k} {v}" for k, v in record["versions"].items() if v),
+    ]
+    missed = [row["name"] for row in record["rows"] if row.get("met") is False]
+    lines.append("all goals met" if not missed else f"goals missed: {', '.join(missed)}")
+    return lines
+
+
+def print_comparison(comparison: Mapping[str, Any], a: str, b: str) -> None:
+    """Print two records side by side."""
+    table = Table(title=f"{a} and {b}: extra time, median us")
+    for name in ("call", "a", "b", "change", ""):
+        table.add_column(name, justify="left" if name in ("call", "") else "right")
+    for row in comparison["rows"]:
+        table.add_row(
+            row["name"], f"{row['a_us']:.2f}", f"{row['b_us']:.2f}", f"{row['change_us']:+.2f}",
+            row["verdict"],
+        )  # fmt: skip
+    _console().print(table)
+    for note in comparison["notes"]:
+        say(f"note: {note}")
+    slower = comparison["slower"]
+    say(f"slower beyond both quartiles: {', '.join(slower)}" if slower else "nothing is slower")

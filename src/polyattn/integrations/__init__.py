@@ -1,0 +1,1 @@
+"""Bridges to programs and libraries that know nothing of polyattn."""

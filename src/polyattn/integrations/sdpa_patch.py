@@ -1,0 +1,234 @@
+"""Any program's ``torch.nn.functional.scaled_dot_product_attention``, run by polyattn.
+
+While a :class:`route_sdpa` is entered, in all threads, every module that holds torch's function
+under any name holds :func:`routed` instead; afterwards each holds what it held before. What
+polyattn does not model still goes to torch's own function. Not reached: references that live in
+no module's namespace (default arguments, closures), the fused eval path of
+``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``, which calls no attention function at
+all, and traced code (``torch.jit``), which keeps torch's operator.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function, has_torch_function
+
+from polyattn import scopes
+from polyattn.selection import Selection
+from polyattn.torch import dropin
+from polyattn.torch.dropin import scaled_dot_product_attention as attend
+from polyattn.torch.dropin import torch_sdpa
+
+__all__ = ["Listener", "SdpaCall", "route_sdpa", "routed"]
+
+
+class SdpaCall(NamedTuple):
+    """The arrays of one call, as the program passed them."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any
+
+
+class Listener(Protocol):
+    """Hears what each call ran on."""
+
+    def ran(self, selection: Selection, call: SdpaCall | None) -> None:
+        """A call ran; `call` is None where its arrays cannot be seen (in compiled code)."""
+
+    def passed(self, reason: str, call: SdpaCall | None) -> None:
+        """A call went to torch itself, because polyattn does not model it."""
+
+
+class _Compiled:
+    """A recorder (see `polyattn.scopes`) for calls that do not come through :func:`routed`."""
+
+    def append(self, selection: Selection) -> None:
+        _tell([selection], None)
+
+
+class _Router:
+    """What is replaced at present, and who listens."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.depth = 0
+        self.listeners: tuple[Listener, ...] = ()
+        self.replaced: Any = None
+
+    def enter(self, listener: Listener | None) -> None:
+        with self.lock:
+            self.depth += 1
+            if listener is not None:
+                self.listeners = (*self.listeners, listener)
+                scopes.state.armed = True  # the recorders are part of what a call looks at
+            if self.depth == 1:
+                self.replaced = torch.nn.functional.scaled_dot_product_attention
+                torch.jit._builtins._register_builtin(routed, _ATEN)
+                self._put_in_place()
+
+    def leave(self, listener: Listener | None) -> None:
+        with self.lock:
+            self.depth -= 1
+            if listener is not None:
+                kept = list(self.listeners)
+                kept.remove(listener)
+                self.listeners = tuple(kept)
+            if self.depth == 0:
+                _swap(routed, self.replaced)
+                _swap(_routed_operator, torch_sdpa)
+                torch.jit._builtins._get_builtin_table().pop(id(routed), None)
+
+    def _put_in_place(self) -> None:
+        _swap(self.replaced, routed)
+        if torch._C._nn.scaled_dot_product_attention is routed:
+            # compilers look torch's operator up under this name: see _routed_operator
+            torch._C._nn.scaled_dot_product_attention = _routed_operator
+
+
+_router = _Router()
+_ATEN = "aten::scaled_dot_product_attention"
+_PLAIN = (Tensor, torch.nn.Parameter)
+_KEPT = ("torch._", "torch.overrides", "torch.fx", "torch.jit", "polyattn")
+
+
+def _swap(old: Any, new: Any) -> None:
+    """Put `new` wherever a module's namespace holds `old`; torch's inner tables are left alone."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_KEPT) and name != "torch._C._nn":
+            continue
+        held = getattr(module, "__dict__", None)
+        if not isinstance(held, dict):
+            continue
+        for key, value in list(held.items()):
+            if value is old:
+                setattr(module, key, new)
+
+
+def routed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What stands in for torch's ``scaled_dot_product_attention`` while it is routed."""
+    if is_dynamo_compiling():
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    arrays = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if (
+        has_torch_function(arrays)
+        or torch._C._get_tracing_state() is not None
+        or type(query) not in _PLAIN
+    ):
+        return _foreign(arrays, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if _router.listeners:
+        return _heard(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _routed_operator(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``torch._C._nn.scaled_dot_product_attention``; compilers see through it.
+
+    torch's compiler resolves its table of known operators by name when it is first used; the
+    attribute below makes it find the operator itself there.
+    """
+    return routed(*args, **kwargs)
+
+
+_routed_operator._torchdynamo_inline = torch_sdpa  # type: ignore[attr-defined]
+
+
+def _foreign(
+    arrays: tuple[Any, ...], query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any,
+    is_causal: Any, scale: Any, enable_gqa: Any,
+) -> Any:  # fmt: skip
+    """Leave tensor subclasses and traces to torch, as without polyattn; let function modes see."""
+    args = (query, key, value, attn_mask, dropout_p, is_causal)
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    own = [x for x in arrays if type(x) not in _PLAIN]
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if has_torch_function(arrays) and (
+        not own or (bias is not None and isinstance(attn_mask, bias.CausalBias))
+    ):  # a mode, or a class that compares the function with torch.nn.functional's at present
+        return handle_torch_function(routed, arrays, *args, **options)
+    if not any(type(x).__name__ == "FakeTensor" for x in own):  # those only look, nothing runs
+        kinds = ", ".join(sorted({type(x).__name__ for x in own}))
+        reason = f"a tensor of type {kinds}" if own else "torch.jit traces it"
+        dropin._refuse_if_requested(reason)
+        _tell_passed(reason, SdpaCall(query, key, value, attn_mask))
+    if has_torch_function(arrays):
+        return handle_torch_function(torch_sdpa, arrays, *args, **options)
+    return torch_sdpa(*args, **options)
+
+
+def _heard(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> Any:
+    """Run, and tell the listeners of this call only."""
+    heard: list[Selection] = []
+    outer = (r for r in scopes.recording.get(()) if not isinstance(r, _Compiled))
+    token = scopes.recording.set((*outer, heard))
+    try:
+        return attend(query, key, value, attn_mask, *options)
+    finally:
+        scopes.recording.reset(token)
+        _tell(heard, SdpaCall(query, key, value, attn_mask))
+
+
+def _tell(heard: Sequence[Selection], call: SdpaCall | None) -> None:
+    for selection in heard:
+        if selection.problem is None:
+            _tell_passed(selection.reason, call)
+            continue
+        for listener in _router.listeners:
+            listener.ran(selection, call)
+
+
+def _tell_passed(reason: str, call: SdpaCall | None) -> None:
+    for listener in _router.listeners:
+        listener.passed(reason, call)
+
+
+class route_sdpa(AbstractContextManager["route_sdpa"]):  # noqa: N801 - reads as a statement
+    """Route torch's ``scaled_dot_product_attention`` through polyattn within a ``with`` block.
+
+    Nests, may be entered again, holds for all threads; the outermost exit restores every
+    reference. A `listener` hears what each call ran on (of compiled code: of this context).
+
+    >>> import torch
+    >>> before = torch.nn.functional.scaled_dot_product_attention
+    >>> with route_sdpa():
+    ...     routed is torch.nn.functional.scaled_dot_product_attention
+    True
+    >>> before is torch.nn.functional.scaled_dot_product_attention
+    True
+    """
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = listener
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> route_sdpa:
+        _router.enter(self._listener)
+        listens = self._listener is not None
+        outer = scopes.recording.get(())
+        fresh = listens and not any(isinstance(r, _Compiled) for r in outer)
+        self._tokens.append(scopes.recording.set((*outer, _Compiled())) if fresh else None)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        token = self._tokens.pop()
+        if token is not None:
+            scopes.recording.reset(token)
+        _router.leave(self._listener)
