@@ -12,9 +12,10 @@ policy's hook) lives in a ``threading.local``, whose attributes the compiler tra
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any
 
 __all__ = [
@@ -37,7 +38,8 @@ recording: ContextVar[Any] = ContextVar("polyattn_recording")
 """The lists that selections are recorded in, outermost first; unset or empty outside of any."""
 
 
-_saved: ContextVar[tuple[tuple[str, str | None], ...]] = ContextVar("polyattn_saved", default=())
+_epochs = itertools.count(1)
+_saved: ContextVar[tuple[tuple[Token[str], str, str | None], ...]] = ContextVar("polyattn_saved", default=())
 
 
 class Ambient:
@@ -47,16 +49,20 @@ class Ambient:
     recorder = property(recording.get)
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.epoch = "0"  # text, which compilers never take for a symbolic size
         self.forced: str | None = None
         self.armed = False
 
 
 class Local(threading.local):
-    """What traced frames set: the module policy, and scopes entered under a compiler."""
+    """What traced frames set: the module policy, and scopes entered under a compiler.
 
-    module: str | None = None
-    traced: str | None = None
+    Attributes of the instance, not defaults of the class: a compiler looks those up statically.
+    """
+
+    def __init__(self) -> None:
+        self.module: str | None = None
+        self.traced: str | None = None
 
 
 state = Ambient()
@@ -66,7 +72,7 @@ is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end repla
 
 def invalidate() -> None:
     """Forget every cached choice: a backend, a setting or a measured time has changed."""
-    state.epoch += 1
+    state.epoch = str(next(_epochs))
 
 
 def set_forced(name: str | None) -> None:
@@ -92,8 +98,8 @@ def enter(encoded: str) -> str | None:
         return before
     state.armed = True
     local.traced = None
-    _saved.set((*_saved.get(), (scope.get(""), before)))
-    scope.set(encoded)
+    outer = scope.get("")
+    _saved.set((*_saved.get(), (scope.set(encoded), outer, before)))
     return None
 
 
@@ -104,6 +110,9 @@ def leave(before: str | None) -> None:
         return
     saved = _saved.get()
     if saved:  # empty when a generator is closed in another context than it was entered in
-        outer, local.traced = saved[-1]
-        scope.set(outer)
+        token, outer, local.traced = saved[-1]
         _saved.set(saved[:-1])
+        try:
+            scope.reset(token)  # unset again, not empty: compiled code guards the difference
+        except ValueError:  # a copied context: the token belongs to the one it was copied from
+            scope.set(outer)

@@ -18,16 +18,17 @@ def simplify(mask: Mask | None, q_len: int, kv_len: int) -> Mask | None:
     if mask is None:
         return None
     top_left = mask.align == "top_left" or q_len == kv_len
-    simple = _simplify(mask, q_len, kv_len, 0 if top_left else kv_len - q_len)
+    # a prefix mask fixes bottom_right, so the causal masks beside it keep that name
+    rename = q_len == kv_len and "PrefixLM" not in mask.kinds
+    if mask.align == "top_left" and q_len != kv_len and "Window" in mask.kinds:
+        return mask  # without its causal mask the window would be measured bottom-right
+    simple = _simplify(mask, q_len, kv_len, 0 if top_left else kv_len - q_len, rename)
     return None if isinstance(simple, Full) else simple
 
 
-def _simplify(mask: Mask, q_len: int, kv_len: int, offset: int) -> Mask:
+def _simplify(mask: Mask, q_len: int, kv_len: int, offset: int, rename: bool) -> Mask:
     if isinstance(mask, (And, Or)):
-        parts = [_simplify(part, q_len, kv_len, offset) for part in mask.parts]
-        if q_len == kv_len and any(_prefix(part) for part in parts):
-            # a prefix mask fixes bottom_right, so the causal masks beside it keep that name
-            parts = [Causal() if isinstance(part, Causal) else part for part in parts]
+        parts = [_simplify(part, q_len, kv_len, offset, rename) for part in mask.parts]
         joined = parts[0]
         for part in parts[1:]:
             joined = joined & part if isinstance(mask, And) else joined | part
@@ -35,7 +36,7 @@ def _simplify(mask: Mask, q_len: int, kv_len: int, offset: int) -> Mask:
     if isinstance(mask, Causal):
         if kv_len - 1 <= offset:
             return Full()
-        return Causal("top_left") if q_len == kv_len else mask
+        return Causal("top_left") if rename else mask
     if isinstance(mask, Window):
         left, right = mask.left, mask.right
         if left is not None and left >= q_len - 1 + offset:
@@ -44,10 +45,6 @@ def _simplify(mask: Mask, q_len: int, kv_len: int, offset: int) -> Mask:
             right = None
         return Full() if left is None and right is None else Window(left, right)
     return mask
-
-
-def _prefix(mask: Mask) -> bool:
-    return "PrefixLM" in mask.kinds
 
 
 def key_range(mask: Mask | None, q_len: int, kv_len: int) -> tuple[int, int]:

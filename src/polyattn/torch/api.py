@@ -202,7 +202,9 @@ def _runner(plan: Plan, call: Call) -> Callable[..., Any]:
     if call.cast is not None:
         return _cast_runner(plan, call)
     if problem.empty:
-        return lambda q, k, v, mask=None, bias=None, sinks=None: answer_empty(problem, q, k, v, sinks)
+        return lambda q, k, v, mask=None, bias=None, sinks=None: answer_empty(
+            problem.layout, problem.lse, q, k, v, sinks
+        )
     if bound is None:
         if problem.bias is None and not problem.sinks:
             return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -170,20 +171,55 @@ def _math() -> Backend:
 
 def _flex() -> Backend:
     cpu = Capabilities(
-        devices={"cpu"}, dtypes=HALVES | {"float32"}, head_dims=(1, 1 << 16, 1),
-        masks=ALL_MASKS, layouts=LAYOUTS, biases=BIASES, scale=True, softcap=True, gqa=True,
-        value_dim=True, deterministic=True, strided=True,
+        devices={"cpu"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
+        sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
+        deterministic_backward=True, strided=True, compiled=True,
     )  # fmt: skip
-    cuda = Capabilities(
+    cuda = Capabilities(  # read in torch's source, not run on a GPU
         devices={"cuda"}, dtypes=HALVES | {"float32"}, head_dims=(16, 256, 1), archs=(75, 121),
         masks=ALL_MASKS, layouts=LAYOUTS, biases=BIASES, scale=True, softcap=True, sinks=True,
         gqa=True, value_dim=True, lse=True, backward=True, deterministic=True, strided=True,
+        compiled=True,
     )  # fmt: skip
     return Backend(
-        "flex", "torch", (cpu, cuda), functools.partial(_torch_probe, needs=_has_flex),
-        _loader("flex"), None, "torch",
-        "torch's FlexAttention, compiled for each class of problems; skips masked blocks",
+        "flex", "torch", (cpu, cuda), _flex_probe, _loader("flex"), _flex_extra, "torch",
+        "torch's FlexAttention; large problems are compiled for their class and skip masked "
+        "blocks, small ones (and on CPUs lse, gradients and float64) run its unfused form, which "
+        "materialises the scores",
+        _flex_choices,
     )  # fmt: skip
+
+
+def _flex_probe() -> Probe:
+    found = _torch_probe(needs=_has_flex)
+    if isinstance(found, Missing):
+        return found
+    devices = found.devices or frozenset()
+    if importlib.util.find_spec("triton") is None:
+        devices = devices - {"cuda"}
+    detail = ""
+    if not any(map(shutil.which, ("g++", "clang++", "cl"))):
+        detail = "no C++ compiler found, so on CPUs it runs its unfused form: exact, but slow"
+    return Available(found.version, detail, devices)
+
+
+def _flex_extra(p: Problem) -> Iterator[Reason]:
+    if not (p.compiled and p.device == "cpu"):
+        return
+    inside = "inside torch.compile on CPUs"
+    if p.dtype == "float64":
+        yield Reason("dtype", f"float64 {inside}", "float32 and halves", "call it uncompiled")
+    if p.lse:
+        yield Reason("lse", f"return_lse=True {inside}", "no lse", "call it uncompiled")
+    if p.grad or p.bias_grad or p.sinks_grad:
+        yield Reason("backward", f"gradients {inside}", "inference", "call it uncompiled")
+
+
+def _flex_choices(p: Problem) -> list[dict[str, bool]]:
+    unfused = p.lse or p.grad or p.bias_grad or p.sinks_grad or p.dtype == "float64"
+    fixed = p.compiled or (p.device == "cpu" and unfused)
+    return [] if fixed else [{"compile": True}, {"compile": False}]
 
 
 def _has_flex(torch: Any) -> str | None:

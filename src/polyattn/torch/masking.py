@@ -96,7 +96,8 @@ def bind_mask(mask: Mask, device: torch.device) -> Mask:
                 f"got a mask whose {name} is on {payload.device}, expected {device}, where the "
                 "query is; move it there."
             )
-        return torch.as_tensor(payload, device=device)
+        array = torch.as_tensor(payload, device=device)
+        return array if array.numel() else array.to(torch.bool if name == "mask" else torch.int32)
 
     return mask if is_static(mask) else mask.map(move)
 

@@ -26,8 +26,14 @@ from polyattn.torch.resolve import Plan, plan_for, wishes
 
 __all__ = ["attention"]
 
+
+
+class _Kernels:
+    """One attribute for each kernel: compilers guard the one that is read, not the others."""
+
+
 _plans: dict[int, Plan] = {}
-_kernels: dict[int, Any] = {}
+_kernels = _Kernels()
 _numbers: dict[Any, int] = {}
 _state, _local = scopes.state, scopes.local
 
@@ -59,13 +65,14 @@ def attention(
     grad = torch.is_grad_enabled()
     scope = _state.scope
     number = _resolve(
-        _class(batch), t_class, s_class, q.shape[n_dim], k.shape[n_dim], q.shape[-1], v.shape[-1],
+        _class(batch), t_class, s_class, _exact(q.shape[n_dim]), _exact(k.shape[n_dim]),
+        _exact(q.shape[-1]), _exact(v.shape[-1]),
         q.dtype, kind, layout,
         None if mask is None else mask.signature, None if mask is None else mask.align,
         None if bias is None else bias.signature,
         grad and bias is not None and bias.payload.requires_grad,
-        scale, softcap, _sink_count(sinks), grad and sinks is not None and sinks.requires_grad,
-        dropout_p, grad and (q.requires_grad or k.requires_grad or v.requires_grad), return_lse,
+        _text(scale), _text(softcap), _sink_count(sinks), grad and sinks is not None and sinks.requires_grad,
+        _text(dropout_p), grad and (q.requires_grad or k.requires_grad or v.requires_grad), return_lse,
         deterministic, torch.are_deterministic_algorithms_enabled(),
         q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1,
         backend, None if scope is _state else scope, _local.traced, _local.module,
@@ -74,10 +81,10 @@ def attention(
     if mask is not None:
         mask = bind_mask(mask, q.device)
     if q_len == 0 or kv_len == 0 or batch == 0:
-        return answer_empty(_plans[number].selection.problem, q, k, v, sinks)
+        return answer_empty(layout, return_lse, q, k, v, sinks)
     if _state.recorder is not _state:
         torch.ops.polyattn.note(number)
-    return _kernels[number](q, k, v, mask, bias, sinks)
+    return getattr(_kernels, f"number_{number}")(q, k, v, mask, bias, sinks)
 
 
 def _class(size: int) -> int:
@@ -88,6 +95,18 @@ def _class(size: int) -> int:
     while bound < size:
         bound *= 2
     return bound
+
+
+def _exact(size: int) -> int:
+    """Return the size as a constant, by comparisons: heads and dims are specialised."""
+    low, high = 0, _class(size)
+    while low < high:
+        middle = (low + high) // 2
+        if size <= middle:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _classes(q_len: int, kv_len: int) -> tuple[int, int]:
@@ -101,6 +120,15 @@ def _classes(q_len: int, kv_len: int) -> tuple[int, int]:
     return t, s
 
 
+def _text(number: Any) -> str | None:
+    """Return a number as text: the one form in which a compiler specialises a symbolic float."""
+    return None if number is None else float(number).hex()
+
+
+def _number(text: str | None) -> float | None:
+    return None if text is None else float.fromhex(text)
+
+
 def _sink_count(sinks: Any) -> int:
     if sinks is None:
         return 0
@@ -110,10 +138,10 @@ def _sink_count(sinks: Any) -> int:
 def _resolve(
     batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, value_dim: int,
     dtype: torch.dtype, device: str, layout: str, mask: str | None, align: str | None,
-    bias: str | None, bias_grad: bool, scale: float | None, softcap: float | None, sinks: int,
-    sinks_grad: bool, dropout_p: float, grad: bool, lse: bool, deterministic: bool | None,
+    bias: str | None, bias_grad: bool, scale: str | None, softcap: str | None, sinks: int,
+    sinks_grad: bool, dropout_p: str, grad: bool, lse: bool, deterministic: bool | None,
     globally_deterministic: bool, contiguous: bool, backend: Any, scope: str | None,
-    traced: str | None, module: str | None, forced: str | None, epoch: int,
+    traced: str | None, module: str | None, forced: str | None, epoch: str,
 ) -> int:  # fmt: skip
     """Choose a backend from constants; returns the number of its plan."""
     from polyattn.torch.door import dtype_name
@@ -126,8 +154,8 @@ def _resolve(
         batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, value_dim=value_dim, dtype=dtype_name(dtype), device=device, arch=arch,
         layout=layout, mask=None if mask is None else MaskFacts.parse(mask, align), bias=bias,
-        bias_grad=bias_grad, scale=scale, softcap=softcap, sinks=sinks, sinks_grad=sinks_grad,
-        dropout_p=dropout_p, grad=grad, lse=lse,
+        bias_grad=bias_grad, scale=_number(scale), softcap=_number(softcap), sinks=sinks,
+        sinks_grad=sinks_grad, dropout_p=float.fromhex(dropout_p), grad=grad, lse=lse,
         deterministic=globally_deterministic if deterministic is None else deterministic,
         contiguous=contiguous, compiled=True,
     )  # fmt: skip
@@ -135,7 +163,8 @@ def _resolve(
     if key not in _numbers:
         plan = plan_for(problem, wishes(backend, None, traced if traced is not None else scope, module))
         number = len(_plans)
-        _plans[number], _kernels[number] = plan, plan.kernel
+        _plans[number] = plan
+        setattr(_kernels, f"number_{number}", plan.kernel)
         _numbers[key] = number
     return _numbers[key]
 

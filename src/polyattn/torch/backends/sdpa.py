@@ -152,7 +152,13 @@ def _is_plain(p: Problem) -> bool:
 
 
 def _is_square_causal(p: Problem) -> bool:
-    return p.mask is not None and p.mask.signature == NATIVE_CAUSAL and p.q_len == p.kv_len
+    causal = p.mask is not None and p.mask.signature == NATIVE_CAUSAL and p.q_len == p.kv_len
+    return causal and _takes_flag(p)
+
+
+def _takes_flag(p: Problem) -> bool:
+    """Say whether the causal flag may be used: kernels scale its -inf, so 0 gives NaN, -1 +inf."""
+    return p.scale is None or p.scale > 0
 
 
 def _causal_flash_cpu(
@@ -224,6 +230,8 @@ class _Attend:
         if problem.bias is not None or problem.sinks:
             self.only_causal = self.only_causal and op.causal_with_mask and not problem.sinks
             self.causal_first = self.causal_first and not problem.sinks
+        if not _takes_flag(problem):
+            self.only_causal = self.causal_first = False
         few_rows = problem.q_len <= 32
         wants_fold = bool(config.get("fold", few_rows)) if op.grouped else True
         self.fold = problem.gqa and wants_fold and not self._flag
@@ -240,6 +248,7 @@ class _Attend:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any) -> Result:
         dims, p = Dims.of(q, k), self.problem
+        high = dims.kv_len
         view: Visible | None = None
         if mask is not None and not self.only_causal:
             view = visible(mask, dims, q.device)
@@ -247,44 +256,48 @@ class _Attend:
             _, high = key_range(mask, dims.q_len, dims.kv_len)
             k, v = k[:, :, :high], v[:, :, :high]
         readable = is_readable(q)
-        if view is not None and (p.grad or not readable):
+        if view is not None and (p.grad or p.bias_grad or p.sinks_grad or not readable):
             q, k, v = hide(q, k, v, view)
-        additive = self._additive(q, dims, view, bias, sinks)
+        additive, empty = self._additive(q, dims, view, bias, sinks, high)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
             return self._run(q, k, v, additive, sinks is not None)
 
         if mask is not None and readable:
-            out, lse = mend(run, q, k, v, lambda: visible(mask, dims, q.device))
+            out, lse = mend(run, q, k, v, lambda: visible(mask, Dims.of(q, k), q.device))
         else:
             out, lse = run(q, k, v)
-        if view is not None and sinks is None and (p.lse or not self.op.zeroes_empty):
-            return zero_empty(out, lse, view.empty)
-        return out, lse
+        return (out, lse) if empty is None else zero_empty(out, lse, empty)
 
     def _additive(
-        self, q: Tensor, dims: Dims, view: Visible | None, bias: Any, sinks: Any
-    ) -> Tensor | None:
-        """Return what the operator takes as mask: (B|1, N|1, T|1, S), or None."""
+        self, q: Tensor, dims: Dims, view: Visible | None, bias: Any, sinks: Any, high: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what the operator takes as mask, (B|1, N|1, T|1, S), and the rows to zero."""
+        zeroing = sinks is None and (self.problem.lse or not self.op.zeroes_empty)
+        opening = sinks is None and not self.op.zeroes_empty
+        empty = view.empty if view is not None and zeroing else None
         allowed = None
         if view is not None:
             # a row without keys attends everywhere and is zeroed afterwards: finite gradients
-            open_rows = sinks is None and not self.op.zeroes_empty
-            allowed = view.mask | view.empty if open_rows else view.mask
+            allowed = view.mask | view.empty if opening else view.mask
         if bias is None and sinks is None and allowed is None:
-            return None
+            return None, None
         wide = torch.promote_types(q.dtype, torch.float32) if self.op.wide else q.dtype
         added = None if bias is None else dense_bias(bias, dims, wide)
         if added is None:
             added = torch.zeros((1, 1, 1, 1), dtype=wide, device=q.device)
         if allowed is not None:
             added = torch.where(allowed, added, float("-inf"))
-        added = added.expand(-1, -1, -1, dims.kv_len)
+        if zeroing and bias is not None:  # -inf in the bias masks as well
+            shut = (added == float("-inf")).all(-1, keepdim=True)
+            added = torch.where(shut, 0, added) if opening else added
+            empty = shut if empty is None else empty | shut
+        added = added.expand(-1, -1, -1, dims.kv_len)[..., :high]
         if sinks is not None:
             column = sinks.to(wide).reshape(1, dims.heads, -1).logsumexp(-1)[..., None, None]
             added = added.expand(-1, dims.heads, -1, -1)
             added = torch.cat([added, column.expand(*added.shape[:3], 1)], -1)
-        return self._folded(added, dims)
+        return self._folded(added, dims), empty
 
     def _folded(self, mask: Tensor | None, dims: Dims) -> Tensor | None:
         if mask is None or not self.fold or (mask.shape[1] == 1 and mask.shape[2] == 1):

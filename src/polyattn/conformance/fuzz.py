@@ -1,0 +1,181 @@
+"""``polyattn fuzz``: random problems through every backend, at any length.
+
+Prints counts for each backend and a line for each failure that makes it again:
+``polyattn fuzz --backend NAME --case '...'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+import torch
+from rich.console import Console
+
+from polyattn.conformance.cases import Case
+from polyattn.conformance.check import Verdict, examine, subject
+from polyattn.conformance.dropout import examine_dropout
+from polyattn.conformance.generate import random_case
+from polyattn.conformance.report import Failure, Report, Tally
+from polyattn.conformance.screen import bar, show_case, show_report
+from polyattn.conformance.shrink import shrink
+from polyattn.errors import InvalidProblem, PolyattnError, UnknownBackend
+from polyattn.registry import Backend, Missing, registry
+
+__all__ = ["main", "run", "run_case"]
+
+Progress = Callable[[int, Report], None]
+_SHRUNK = 5  # failures of one kind and backend that are made small; the rest are counted as found
+INTERRUPTED = 130
+
+
+def run(
+    problems: int, seed: int = 0, backend: str | None = None, progress: Progress | None = None,
+    time_limit: float | None = None, device: str = "cpu",
+) -> Report:  # fmt: skip
+    """Draw `problems` cases from `seed` and examine the backends; Ctrl-C ends it early.
+
+    `backend`: a name or a group; all of torch's by default. ``progress(done, report)`` is called
+    after each case. `time_limit` in seconds.
+    """
+    report = Report(seed, problems, device)
+    began = time.perf_counter()
+    try:
+        backends = _backends(report, backend, device)
+        for one in backends:
+            _dropout(report, one, seed, device)
+        rng = Random(seed)
+        for done in range(1, problems + 1):
+            _one(report, random_case(rng), backends, device)
+            report.problems = done
+            if progress is not None:
+                progress(done, report)
+            if time_limit is not None and time.perf_counter() - began > time_limit:
+                break
+    except KeyboardInterrupt:
+        report.interrupted = True
+    report.close()
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def run_case(case: Case, backend: str | None = None, device: str = "cpu") -> dict[str, Verdict]:
+    """Examine one case; the verdicts by backend."""
+    built = subject(case, device)
+    return {one.name: examine(built, one) for one in _backends(Report(0, 1), backend, device)}
+
+
+def _backends(report: Report, asked: str | None, device: str) -> list[Backend]:
+    """Return those that are here; the others go into the report, or raise when asked for."""
+    names = registry.names("torch") if asked is None else registry.expand(asked, asked_by="--backend")
+    found = []
+    for name in names:
+        probed = registry.probe(name)
+        if isinstance(probed, Missing):
+            report.absent[name] = f"{probed.reason} ({probed.how_to_get_it})"
+        elif device not in registry[name].capabilities_for(device).devices:
+            report.absent[name] = f"does not run on {device}"
+        else:
+            found.append(registry[name])
+    if not found:
+        reasons = "; ".join(f"{name}: {why}" for name, why in report.absent.items())
+        raise PolyattnError(f"got nothing to examine on {device}, expected a backend. {reasons}")
+    return found
+
+
+def _one(report: Report, case: Case, backends: Sequence[Backend], device: str) -> None:
+    built = subject(case, device)
+    for backend in backends:
+        verdict = examine(built, backend)
+        smallest = None
+        if verdict.fails and _seen(report, backend.name, verdict.outcome) < _SHRUNK:
+            smallest = shrink(case, _fails_alike(backend, verdict, device))
+        report.add(case, backend.name, verdict, smallest)
+
+
+def _fails_alike(backend: Backend, verdict: Verdict, device: str) -> Callable[[Case], bool]:
+    what = verdict.detail.partition(":")[0]
+
+    def fails(case: Case) -> bool:
+        again = examine(subject(case, device), backend)
+        return again.outcome == verdict.outcome and again.detail.partition(":")[0] == what
+
+    return fails
+
+
+def _seen(report: Report, backend: str, outcome: str) -> int:
+    tally = report.tallies.get(backend)
+    return 0 if tally is None else tally.counts[outcome]
+
+
+def _dropout(report: Report, backend: Backend, seed: int, device: str) -> None:
+    verdict = examine_dropout(backend, seed, device)
+    if verdict.fails:
+        report.tallies.setdefault(backend.name, Tally()).counts[verdict.outcome] += 1
+        report.failures.append(Failure(verdict.outcome, backend.name, "", verdict.detail))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 nothing found, 1 something found, 2 used wrongly, 130 after Ctrl-C."""
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+    console, errors = Console(), Console(stderr=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(args.threads)  # tensors this small only wait for each other
+    try:
+        if args.case is not None:
+            return _main_case(args, console)
+        with bar(args.problems, errors) as progress:
+            report = run(
+                args.problems, args.seed, args.backend, progress, args.time_limit, args.device
+            )
+    except (UnknownBackend, InvalidProblem, PolyattnError) as error:
+        errors.print(f"polyattn fuzz: {error}", style="red", highlight=False, markup=False)
+        return 2
+    finally:
+        torch.set_num_threads(before)
+    if args.json:
+        console.out(json.dumps(report.to_dict(), indent=2), highlight=False)
+    else:
+        show_report(report, console)
+    return INTERRUPTED if report.interrupted else 0 if report.ok else 1
+
+
+def _main_case(args: argparse.Namespace, console: Console) -> int:
+    case = Case.from_spec(args.case)
+    verdicts = run_case(case, args.backend, args.device)
+    suspects = [name for name, v in verdicts.items() if v.fails or v.able]
+    if args.json:
+        rows = {name: vars(verdict) for name, verdict in verdicts.items()}
+        console.out(json.dumps({"case": case.spec, "verdicts": rows}, indent=2), highlight=False)
+    else:
+        show_case(case, verdicts, console)
+    return 1 if suspects else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="polyattn fuzz", description="Random problems through every backend, against float64."
+    )
+    add = parser.add_argument
+    add("--problems", type=_count, default=1000, metavar="N", help="how many (default 1000)")
+    add("--seed", type=int, default=0, metavar="S", help="which ones (default 0)")
+    add("--backend", metavar="NAME", help="one backend or a group instead of all")
+    add("--case", metavar="SPEC", help="one case, as a failure's line gives it")
+    add("--device", default="cpu", help="cpu (default) or cuda")
+    add("--time-limit", type=float, metavar="SECONDS", help="stop after the case that passes it")
+    add("--threads", type=_count, default=1, metavar="N", help="torch's threads (default 1)")
+    add("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a count of 1 or more")
+    return int(text)

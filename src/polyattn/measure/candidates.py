@@ -1,0 +1,201 @@
+"""Who may take part in a measurement: prepared, warmed up and checked within bounded time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.decide import decide
+from polyattn.measure.inputs import Inputs
+from polyattn.measure.timing import once
+from polyattn.measure.verify import Check, Truth
+from polyattn.problem import Problem
+from polyattn.registry import registry
+from polyattn.selection import Accepted, Selection, Source
+from polyattn.torch.resolve import prepared
+
+__all__ = ["Candidate", "TimeLimitExceeded", "candidates", "ready", "time_limit"]
+
+
+class TimeLimitExceeded(BaseException):
+    """Preparing took too long; no ``except Exception`` of a compiler may swallow it."""
+
+
+@dataclass
+class Candidate:
+    """A backend in one configuration, and what became of it.
+
+    `status`: ``ok`` (right, and worth timing), ``wrong``, ``failed``, ``too slow`` or
+    ``too large``; `note` says more. `forward` and `step` are set when it is ok.
+    """
+
+    backend: str
+    config: Mapping[str, Any]
+    status: str = "ok"
+    note: str = ""
+    check: Check = field(default_factory=lambda: Check(math.inf, 0.0, False))
+    prepare_s: float = 0.0
+    first_s: float = 0.0
+    forward: Callable[[], object] = field(default=lambda: None, repr=False)
+    step: Callable[[], object] = field(default=lambda: None, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Backend and configuration, as one name."""
+        config = json.dumps(dict(self.config), sort_keys=True) if self.config else ""
+        return f"{self.backend} {config}".strip()
+
+
+def candidates(problem: Problem) -> list[Candidate]:
+    """Return every exact backend that accepts the problem here, in all its configurations."""
+    found = []
+    for name in registry.names(problem.framework):
+        backend = registry[name]
+        if backend.capabilities_for(problem.device).exactness != "exact":
+            continue  # never chosen automatically, so its time decides nothing
+        if isinstance(decide(backend, problem, registry), Accepted):
+            configs = [{}, *(dict(c) for c in (backend.configs(problem) if backend.configs else ()))]
+            distinct = {json.dumps(c, sort_keys=True): c for c in configs}
+            found += [Candidate(name, config) for config in distinct.values()]
+    return found
+
+
+def ready(
+    candidate: Candidate, inputs: Inputs, truth: Truth, *, limit_s: float, call_limit_s: float
+) -> Candidate:
+    """Prepare, warm up and check a candidate; its status says what came of it."""
+    if inputs.problem.dropout_p and not candidate.config:
+        candidate.note = "checked without dropout"
+    begin = time.perf_counter()
+    try:
+        with time_limit(limit_s):
+            _prepare(candidate, inputs, truth)
+            candidate.prepare_s = time.perf_counter() - begin
+            if candidate.status == "ok":
+                candidate.step()
+                candidate.first_s = once(candidate.step, lambda: synchronise(inputs.problem))
+    except TimeLimitExceeded:
+        candidate.status = "too slow"
+        candidate.note = f"not ready within {limit_s:g} s (compiling, checking, first calls)"
+    except MemoryError as error:
+        candidate.status, candidate.note = "too large", _short(error)
+    except Exception as error:  # a kernel's fault is a finding about the kernel
+        candidate.status, candidate.note = "failed", _short(error)
+    if candidate.status == "ok" and candidate.first_s > call_limit_s:
+        candidate.status = "too slow"
+        candidate.note = f"one call takes {candidate.first_s:.2f} s"
+    gc.collect()
+    return candidate
+
+
+def _prepare(candidate: Candidate, inputs: Inputs, truth: Truth) -> None:
+    problem = inputs.problem
+    if (size := _scores_bytes(candidate.backend, problem)) > _spare_bytes():
+        candidate.status = "too large"
+        candidate.note = f"its scores would take about {size / 2**30:.1f} GiB"
+        return
+    exact = problem.with_(dropout_p=0.0)
+    got = _results(_forward(candidate, inputs, exact), inputs, truth.grad_out)
+    candidate.check = truth.check(got)
+    if not candidate.check.verified:
+        candidate.status, candidate.note = "wrong", candidate.check.message
+        return
+    candidate.forward = forward = _forward(candidate, inputs, problem)
+    candidate.step = forward
+    if problem.grad:
+        leaves = list(inputs.leaves.values())
+
+        def step() -> None:
+            out = forward()
+            out = out[0] if isinstance(out, tuple) else out
+            torch.autograd.grad(out, leaves, inputs.grad_out, allow_unused=True)
+
+        candidate.step = step
+
+
+def _forward(candidate: Candidate, inputs: Inputs, problem: Problem) -> Callable[[], Any]:
+    chosen = Selection(candidate.backend, Source.TUNED, candidate.config, problem=problem)
+    kernel = prepared(chosen, problem)
+    q, k, v, mask, bias, sinks = (
+        inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.sinks,
+    )  # fmt: skip
+
+    def forward() -> Any:
+        with torch.set_grad_enabled(problem.grad):
+            return kernel(q, k, v, mask, bias, sinks)
+
+    return forward
+
+
+def _results(forward: Callable[[], Any], inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+    given = forward()
+    out, lse = given if isinstance(given, tuple) else (given, None)
+    found = {"out": out}
+    if lse is not None:
+        found["lse"] = lse
+    leaves = inputs.leaves
+    if leaves:
+        grads = torch.autograd.grad(out, list(leaves.values()), grad_out, allow_unused=True)
+        found |= {
+            name: torch.zeros_like(leaf) if grad is None else grad
+            for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+        }
+    return {name: x.detach() for name, x in found.items()}
+
+
+def synchronise(problem: Problem) -> None:
+    """Wait for the device, where it works on its own."""
+    if problem.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _scores_bytes(backend: str, p: Problem) -> int:
+    """Estimate what backends that write the scores down need; others need next to nothing."""
+    if backend not in ("reference", "sdpa_math"):
+        return 0
+    scores = (p.batch if p.layout != "packed" else 1) * p.heads * p.q_len * p.kv_len
+    return scores * (8 if backend == "reference" else 4) * (10 if p.grad else 6)
+
+
+def _spare_bytes() -> float:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            line = next(x for x in lines if x.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024 * 0.5
+    except (OSError, StopIteration, ValueError):
+        return math.inf
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise :class:`TimeLimitExceeded` after `seconds`, where signals allow it (main thread)."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeLimitExceeded
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _short(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,0 +1,117 @@
+"""The arguments of a recorded call, made again: same shapes, strides, masks, gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.biases import Bias
+from polyattn.errors import TuningError
+from polyattn.integrations.recording import Case
+from polyattn.masks import Mask
+from polyattn.measure.signatures import bias_like, mask_like
+from polyattn.problem import Problem
+from polyattn.torch.door import admit
+
+__all__ = ["Inputs", "build"]
+
+_MOST_GAPS = 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A checked call. `mask` and `bias` are on the device; `grad_out` is the incoming gradient."""
+
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    sinks: Tensor | None
+    grad_out: Tensor
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that want gradients, by name."""
+        payload = None if self.bias is None else self.bias.payload
+        every = {"query": self.q, "key": self.k, "value": self.v, "bias": payload}
+        return {name: x for name, x in every.items() if x is not None and x.requires_grad}
+
+
+def build(case: Case, seed: int = 0) -> Inputs:
+    """Make the call of `case` again; TuningError where that cannot be done here."""
+    problem = case.problem
+    if problem.device == "cuda" and not torch.cuda.is_available():
+        raise TuningError("got a problem on cuda, but torch sees no CUDA device here.")
+    if problem.sinks_grad:
+        raise TuningError("got sinks that need a gradient, which tuning does not rebuild.")
+    generator = torch.Generator().manual_seed(seed)
+    device = torch.device(problem.device)
+    dtype = getattr(torch, problem.dtype)
+    wants = case.needs_grad if any(case.needs_grad) else (problem.grad,) * 3
+    q, k, v = (
+        _tensor(shape, strides, dtype, generator).to(device).requires_grad_(wanted and problem.grad)
+        for shape, strides, wanted in zip(_shapes(problem), _strides(case), wants, strict=True)
+    )
+    real = None if case.attn_mask is None else case.attn_mask.restore()
+    mask = mask_like(problem, real, generator)
+    bias = bias_like(problem, real, generator)
+    if bias is not None:
+        bias = bias.map(lambda _, x: x.to(device).requires_grad_(problem.bias_grad))
+    sinks = None
+    if problem.sinks:
+        sinks = torch.randn((problem.heads, problem.sinks), generator=generator).to(device)
+    with torch.set_grad_enabled(problem.grad):
+        call = admit(
+            q, k, v, mask=mask, bias=bias, scale=problem.scale, softcap=problem.softcap,
+            sinks=sinks, dropout_p=problem.dropout_p, layout=problem.layout,
+            return_lse=problem.lse, deterministic=problem.deterministic,
+        )  # fmt: skip
+    grad_out = torch.randn(_out_shape(problem), generator=generator).to(device, dtype)
+    return Inputs(call.problem, q, k, v, call.mask, call.bias, call.sinks, grad_out)
+
+
+def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
+    def arranged(heads: int, length: int, dim: int) -> tuple[int, ...]:
+        if p.layout == "packed":
+            return length, heads, dim
+        middle = (length, heads) if p.layout == "BTNH" else (heads, length)
+        return (p.batch, *middle, dim)
+
+    return (
+        arranged(p.heads, p.q_len, p.head_dim), arranged(p.kv_heads, p.kv_len, p.head_dim),
+        arranged(p.kv_heads, p.kv_len, p.value_dim),
+    )  # fmt: skip
+
+
+def _out_shape(p: Problem) -> tuple[int, ...]:
+    return (*_shapes(p)[0][:-1], p.value_dim)
+
+
+def _strides(case: Case) -> tuple[tuple[int, ...] | None, ...]:
+    return case.strides if case.strides is not None else (None, None, None)
+
+
+def _tensor(
+    shape: tuple[int, ...],
+    strides: Any,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return random numbers with the recorded strides, or contiguous where those make no sense."""
+    plain = torch.randn(shape, generator=generator).to(dtype)
+    if strides is None:
+        return plain
+    if len(strides) == len(shape) - 1:  # a call without batch dim
+        strides = (shape[-1], *strides)
+    if len(strides) != len(shape):
+        return plain
+    needed = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+    if not plain.numel() or needed > _MOST_GAPS * plain.numel():
+        return plain
+    storage = torch.randn(needed, generator=generator).to(dtype)
+    return storage.as_strided(shape, strides)

@@ -1,0 +1,144 @@
+"""FlexAttention's two implementations: unfused, and compiled once for a class of problems."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from polyattn.torch.backends.flex.terms import Spec, Terms, mods
+
+__all__ = ["Result", "compiled", "eager", "native"]
+
+_EAGER_SCORES = 1 << 26  # scores held at once by the eager route where no gradient needs them all
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def eager(spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, trains: bool) -> Result:
+    """Run FlexAttention's unfused implementation in float32 at least, some rows at a time."""
+    dtype, q_len, kv_len = q.dtype, q.shape[2], k.shape[2]
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    if terms.sinks is not None:
+        k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
+    held = q.shape[0] * q.shape[1] * k.shape[2]
+    rows = q_len if trains else max(1, min(q_len, _EAGER_SCORES // max(held, 1)))
+    parts = [
+        _eager_rows(spec, q[:, :, start : start + rows], k, v, terms, start, (q_len, kv_len))
+        for start in range(0, q_len, rows)
+    ]
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    return out.to(dtype), lse if spec.lse else None
+
+
+def _eager_rows(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, start: int, lengths: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Run some query rows; the heads of a group become rows, so that no key is repeated."""
+    from torch._higher_order_ops.flex_attention import math_attention
+    from torch.nn.attention.flex_attention import noop_mask
+
+    heads, rows, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    groups = heads // kv_heads
+
+    def place(h: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        return h * groups + m // rows, start + m % rows
+
+    def folded(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x[:, :, start : start + rows] if x.shape[2] > 1 else x
+        if groups == 1 or (x.shape[1] == 1 and x.shape[2] == 1):
+            return x
+        return x.expand(-1, heads, rows, -1).unflatten(1, (kv_heads, groups)).flatten(2, 3)
+
+    terms = terms._replace(bias=folded(terms.bias), sinks=folded(terms.sinks))
+    score_mod, mask_mod = mods(spec, terms, place, *lengths)
+    q = q.unflatten(1, (kv_heads, groups)).flatten(2, 3)
+    out, lse, *_ = math_attention(
+        q, k, v, score_mod or (lambda score, *_: score), (mask_mod or noop_mask,), spec.scale, {}
+    )
+    out, lse = (x.unflatten(2, (groups, rows)).flatten(1, 2) for x in (out, lse))
+    return out, lse * math.log(2)  # it counts in powers of two
+
+
+def native(
+    spec: Spec,
+    block: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_len: Any,
+    terms: Terms,
+    blocks: Any,
+) -> Result:
+    """Call FlexAttention where a compiler takes it in.
+
+    The sink's key is in k and v already, and `kv_len` does not count it: symbols are welcome
+    in FlexAttention's functions, sums of symbols are not.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+    score_mod, mask_mod = mods(spec, terms, lambda h, m: (h, m), q.shape[2], kv_len)
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = BlockMask(
+            (q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=block, mask_mod=mask_mod
+        )
+    aux = AuxRequest(lse=True) if spec.lse else None
+    result = flex_attention(
+        q, k, v, score_mod, block_mask, spec.scale, enable_gqa=spec.gqa, return_aux=aux
+    )
+    return (result[0], result[1].lse) if spec.lse else (result, None)
+
+
+@functools.lru_cache(maxsize=128)
+def compiled(spec: Spec, block: tuple[int, int], klass: tuple[Any, ...], one: Any) -> _Compiled:
+    """Return the code of a class; `one` says which sizes are 1, which compilers set apart."""
+    return _Compiled(spec, block, klass[0])
+
+
+class _Compiled:
+    """FlexAttention compiled for one class of problems.
+
+    The compiler keeps what it made by code object and stops after some (8) for one; a function
+    with a code object of its own has them to itself, and when they are used up, a fresh one
+    takes over instead of failing. On CPUs lengths are symbolic from the start; elsewhere as
+    torch decides (static first), which is the way its kernels for GPUs are used most.
+    """
+
+    def __init__(self, spec: Spec, block: tuple[int, int], device: str) -> None:
+        self._spec, self._block, self._dynamic = spec, block, True if device == "cpu" else None
+        self._run = self._fresh()
+
+    def _fresh(self) -> Callable[..., Result]:
+        spec, block = self._spec, self._block
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, kv_len: int, terms: Terms, blocks: Any
+        ) -> Result:
+            return native(spec, block, q, k, v, kv_len, terms, blocks)
+
+        name = f"flex_{id(self):x}_{id(attend):x}"
+        own = types.FunctionType(
+            attend.__code__.replace(co_name=name),
+            attend.__globals__,
+            name,
+            None,
+            attend.__closure__,
+        )
+        return torch.compile(own, fullgraph=True, dynamic=self._dynamic)
+
+    def __call__(self, *arguments: Any) -> Result:
+        try:
+            return self._run(*arguments)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            self._run = self._fresh()
+            return self._run(*arguments)
