@@ -15,6 +15,7 @@ from random import Random
 import torch
 from rich.console import Console
 
+from polyattn import scopes
 from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict, examine, subject
 from polyattn.conformance.dropout import examine_dropout
@@ -28,6 +29,8 @@ from polyattn.registry import Backend, Missing, registry
 __all__ = ["main", "run", "run_case"]
 
 Progress = Callable[[int, Report], None]
+_EVERY = {"flex": 10}  # FlexAttention outside a compiler costs torch 20 ms a call (its vmap)
+_FORGET = 500  # problems after which the front-end's table of calls is emptied
 _SHRUNK = 5  # failures of one kind and backend that are made small; the rest are counted as found
 INTERRUPTED = 130
 
@@ -38,7 +41,8 @@ def run(
 ) -> Report:  # fmt: skip
     """Draw `problems` cases from `seed` and examine the backends; Ctrl-C ends it early.
 
-    `backend`: a name or a group; all of torch's by default. ``progress(done, report)`` is called
+    `backend`: a name or a group, which is examined on every case; by default all of torch's, slow
+    ones on every tenth. ``progress(done, report)`` is called
     after each case. `time_limit` in seconds.
     """
     report = Report(seed, problems, device)
@@ -49,8 +53,11 @@ def run(
             _dropout(report, one, seed, device)
         rng = Random(seed)
         for done in range(1, problems + 1):
-            _one(report, random_case(rng), backends, device)
+            asked = [b for b in backends if backend is not None or done % _EVERY.get(b.name, 1) == 0]
+            _one(report, random_case(rng), asked, device)
             report.problems = done
+            if done % _FORGET == 0:
+                scopes.invalidate()
             if progress is not None:
                 progress(done, report)
             if time_limit is not None and time.perf_counter() - began > time_limit:

@@ -43,13 +43,14 @@ def show_report(report: Report, console: Console) -> None:
     """Print the counts, then each failure with the line that makes it again."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("backend")
-    heads = ("right", "wrong", "false acceptances", "refused", "run anyway", "false refusals")
+    heads = ("problems", "right", "wrong", "false acceptances", "refused", "run anyway", "false refusals")
     for head in heads:
         table.add_column(head, justify="right")
     for name, tally in report.tallies.items():
         c, anyway = tally.counts, sum(row[0] for row in tally.alone.values())
+        examined = sum(c[x] for x in ("right", "wrong", "false_acceptance", "refused"))
         cells = (
-            c["right"], c["wrong"], c["false_acceptance"], c["refused"], anyway, c["false_refusal"],
+            examined, c["right"], c["wrong"], c["false_acceptance"], c["refused"], anyway, c["false_refusal"],
         )  # fmt: skip
         table.add_row(name, *map(str, cells))
     console.print(table)

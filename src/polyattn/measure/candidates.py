@@ -113,7 +113,7 @@ def _prepare(candidate: Candidate, inputs: Inputs, truth: Truth) -> None:
         return
     candidate.forward = forward = _forward(candidate, inputs, problem)
     candidate.step = forward
-    if problem.grad:
+    if inputs.trains:
         leaves = list(inputs.leaves.values())
 
         def step() -> None:
@@ -132,7 +132,7 @@ def _forward(candidate: Candidate, inputs: Inputs, problem: Problem) -> Callable
     )  # fmt: skip
 
     def forward() -> Any:
-        with torch.set_grad_enabled(problem.grad):
+        with torch.set_grad_enabled(inputs.trains):
             return kernel(q, k, v, mask, bias, sinks)
 
     return forward

@@ -35,6 +35,11 @@ class Inputs:
     grad_out: Tensor
 
     @property
+    def trains(self) -> bool:
+        """Whether a backward pass belongs to the call."""
+        return self.problem.grad or self.problem.bias_grad
+
+    @property
     def leaves(self) -> dict[str, Tensor]:
         """The tensors that want gradients, by name."""
         payload = None if self.bias is None else self.bias.payload
@@ -65,7 +70,7 @@ def build(case: Case, seed: int = 0) -> Inputs:
     sinks = None
     if problem.sinks:
         sinks = torch.randn((problem.heads, problem.sinks), generator=generator).to(device)
-    with torch.set_grad_enabled(problem.grad):
+    with torch.set_grad_enabled(problem.grad or problem.bias_grad):
         call = admit(
             q, k, v, mask=mask, bias=bias, scale=problem.scale, softcap=problem.softcap,
             sinks=sinks, dropout_p=problem.dropout_p, layout=problem.layout,

@@ -99,7 +99,7 @@ def _measured(case: Case, bounds: Bounds, report: Callable[[str], None]) -> Foun
     able = {c.label: c for c in every if c.status == "ok"}
     report(f"timing {len(able)} candidates: {problem.shapes}")
     times = _times(able, inputs, bounds)
-    forward = _times(able, inputs, bounds, forward=True) if problem.grad else {}
+    forward = _times(able, inputs, bounds, forward=True) if inputs.trains else {}
     for candidate in every:
         timed = Timed(
             candidate.backend, dict(candidate.config), candidate.status, candidate.note,

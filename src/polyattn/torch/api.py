@@ -7,8 +7,7 @@ is called. Everything else happens once per class of calls, in :func:`_miss`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -19,6 +18,7 @@ from torch._C import _get_deterministic_algorithms, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
+from polyattn.decide import Wishes
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.facts import Facts
 from polyattn.masks import Mask
@@ -127,8 +127,7 @@ def _long_way(q: Any, k: Any, v: Any, *, backend: Any, **options: Any) -> Any:
     if regions is not None:
         replayed, entry = regions.replay(_shape_key(q, k, v, options))
         if replayed and entry is None:  # the forward pass was under no request
-            with _unasked():
-                entry = _entry(_key(options, backend), q, k, v, backend, options)
+            entry = _entry(None, q, k, v, backend, options, asked=False)
     if entry is None:
         entry = _entry(key, q, k, v, backend, options)
     if regions is not None:
@@ -138,12 +137,18 @@ def _long_way(q: Any, k: Any, v: Any, *, backend: Any, **options: Any) -> Any:
     return entry[1](q, k, v, options["mask"], options["bias"], options["sinks"])
 
 
-def _entry(key: Any, q: Any, k: Any, v: Any, backend: Any, options: Any) -> Entry:
+def _entry(
+    key: Any, q: Any, k: Any, v: Any, backend: Any, options: Any, asked: bool = True
+) -> Entry:
+    """Return the cached entry of a call, or resolve one; not `asked`: as if under no request."""
     found = _table.find(key, q, k, v) if key is not None else None
     if found is not None:
         return found
     call = admit(q, k, v, **options)
-    plan = plan_for(call.problem, wishes(backend, None, scopes.current_scope(), _local.module))
+    wanted = wishes(backend, None, scopes.current_scope(), _local.module)
+    if not asked:
+        wanted = Wishes(call=wanted.call, env=wanted.env, on_unsupported=wanted.on_unsupported)
+    plan = plan_for(call.problem, wanted)
     entry = (tensor_check(q, k, v), _runner(plan, call), plan)
     if key is not None and type(q) in _PLAIN:
         # the epoch may have moved on: settings and plugins are read at first use
@@ -182,18 +187,6 @@ def _shape_key(q: Any, k: Any, v: Any, options: Any) -> Any:
     mask = options["mask"]
     signature = None if mask is None else mask.signature
     return q.shape, k.shape, v.shape, q.dtype, signature, options["return_lse"]
-
-
-@contextmanager
-def _unasked() -> Iterator[None]:
-    """Hide the scopes of the backward pass from a region whose forward pass was under none."""
-    token = scopes.scope.set("")
-    before, _local.module = _local.module, None
-    try:
-        yield
-    finally:
-        _local.module = before
-        scopes.scope.reset(token)
 
 
 def _runner(plan: Plan, call: Call) -> Callable[..., Any]:

@@ -144,26 +144,31 @@ class _Attend:
                 k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
             tensors = None if blocks is None else blocks.tensors
             if self.problem.compiled:
-                return native(self.spec, self.block, q, k, v, dims.kv_len, terms, tensors)
+                return native(self.spec, self.block, q, k, v, terms, tensors)
             ones = dims.q_len == 1, dims.kv_len == 1, dims.batch == 1
             code = compiled(self.spec, self.block, self.klass, ones)
-            return code(q, k, v, dims.kv_len, terms, tensors)
+            return code(q, k, v, terms, tensors)
 
         if mask is None or not readable:
             return run(q, k, v)
         return mend(run, q, k, v, lambda: visible(mask, dims, q.device))
 
     def _terms(self, dims: Dims, q: Tensor, mask: Any, bias: Any, sinks: Any) -> Terms:
-        cap = self.problem.softcap
-        if cap is not None:
+        softcap = None
+        if self.problem.softcap is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
-            cap = torch.full((), cap, dtype=wide, device=q.device)
+            softcap = torch.full((), self.problem.softcap, dtype=wide, device=q.device)
+        lengths = (
+            torch.full((), length, dtype=torch.int64, device=q.device)
+            for length in (dims.q_len, dims.kv_len)
+        )
         return Terms(
             None if mask is None else expand_blocks(mask, dims.kv_len),
             token_tables(mask, dims) if self.packed else None,
             None if bias is None else bias_rows(bias),
             None if sinks is None else sink_rows(sinks),
-            cap,
+            softcap,
+            *lengths,
         )
 
     def _blocks(self, mask: Mask, terms: Terms, dims: Dims, device: torch.device) -> Blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -65,8 +66,7 @@ def build(
 
     cuts = [0, dims.q_len] if rows is None else [*range(0, dims.q_len, rows), dims.q_len]
     parts = [
-        _count(terms, dims, block, device, start, stop)
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+        _count(terms, dims, block, device, start, stop) for start, stop in itertools.pairwise(cuts)
     ]
     count = torch.cat([p[0] for p in parts], -2)
     full = count == block[0] * block[1]

@@ -60,7 +60,7 @@ def _eager_rows(
         return x.expand(-1, heads, rows, -1).unflatten(1, (kv_heads, groups)).flatten(2, 3)
 
     terms = terms._replace(bias=folded(terms.bias), sinks=folded(terms.sinks))
-    score_mod, mask_mod = mods(spec, terms, place, *lengths)
+    score_mod, mask_mod = mods(spec, terms, place)
     q = q.unflatten(1, (kv_heads, groups)).flatten(2, 3)
     out, lse, *_ = math_attention(
         q, k, v, score_mod or (lambda score, *_: score), (mask_mod or noop_mask,), spec.scale, {}
@@ -75,18 +75,16 @@ def native(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv_len: Any,
     terms: Terms,
     blocks: Any,
 ) -> Result:
     """Call FlexAttention where a compiler takes it in.
 
-    The sink's key is in k and v already, and `kv_len` does not count it: symbols are welcome
-    in FlexAttention's functions, sums of symbols are not.
+    The sink's key is in k and v already.
     """
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    score_mod, mask_mod = mods(spec, terms, lambda h, m: (h, m), q.shape[2], kv_len)
+    score_mod, mask_mod = mods(spec, terms, lambda h, m: (h, m))
     block_mask = None
     if mask_mod is not None:
         block_mask = BlockMask(
@@ -121,10 +119,8 @@ class _Compiled:
     def _fresh(self) -> Callable[..., Result]:
         spec, block = self._spec, self._block
 
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, kv_len: int, terms: Terms, blocks: Any
-        ) -> Result:
-            return native(spec, block, q, k, v, kv_len, terms, blocks)
+        def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, blocks: Any) -> Result:
+            return native(spec, block, q, k, v, terms, blocks)
 
         name = f"flex_{id(self):x}_{id(attend):x}"
         own = types.FunctionType(

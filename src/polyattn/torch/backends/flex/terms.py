@@ -47,8 +47,8 @@ class Tables(NamedTuple):
 class Terms(NamedTuple):
     """What a call brings beside q, k, v. `bias` (or slopes) and `sinks` broadcast to (B, N, T, S).
 
-    The soft cap is an array because compilers may take numbers for symbols, which FlexAttention
-    does not take in its functions.
+    Numbers are arrays too: compilers would make symbols of them, which FlexAttention refuses (of
+    floats, of sums) or gets wrong (torch 2.13 on CPUs, lengths in a score function).
     """
 
     mask: Mask | None
@@ -56,6 +56,8 @@ class Terms(NamedTuple):
     bias: Tensor | None
     sinks: Tensor | None
     softcap: Tensor | None
+    q_len: Tensor
+    kv_len: Tensor
 
 
 def token_tables(mask: Mask, dims: Dims) -> Tables:
@@ -95,12 +97,13 @@ def allowed(terms: Terms, b: Any, n: Any, t: Any, j: Any, q_len: Any, kv_len: An
     return mask.allows(Index(seq, n, x.t[t], x.j[j], x.q_len[t], x.kv_len[t], align, same, t, j))
 
 
-def mods(spec: Spec, terms: Terms, place: Any, q_len: Any, kv_len: Any) -> tuple[Any, Any]:
+def mods(spec: Spec, terms: Terms, place: Any) -> tuple[Any, Any]:
     """Return FlexAttention's two functions, each None if there is nothing to do.
 
     `place`: from the head and row that FlexAttention counts to the query's head and position.
     """
     bias, sinks, softcap = terms.bias, terms.sinks, terms.softcap
+    q_len, kv_len = terms.q_len, terms.kv_len
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         j = n if sinks is None else torch.where(n < kv_len, n, 0)
