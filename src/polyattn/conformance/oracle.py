@@ -131,7 +131,7 @@ def _blocks(mask: BlockMap, at: Place, picture: Array) -> None:
 
 
 def _dense(mask: Any, at: Place, picture: Array) -> None:
-    array = mask.mask.cpu().numpy()
+    array = _numbers(mask.mask)
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     picture[:] = array[at.b if len(array) > 1 else 0]
 
