@@ -95,7 +95,9 @@ class Alibi(Bias):
 
 def _check(what: str, array: Any, ranks: tuple[int, ...], shape: str) -> None:
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-        raise InvalidProblem(f"got {what} of type {type(array).__name__}, expected an array {shape}.")
+        raise InvalidProblem(
+            f"got {what} of type {type(array).__name__}, expected an array {shape}."
+        )
     if "float" not in dtype_name(array):
         raise InvalidProblem(
             f"got {what} of dtype {dtype_name(array)}, expected floating point {shape}; "

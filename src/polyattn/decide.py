@@ -83,9 +83,10 @@ def _availability(
     if facts is not None:
         if problem.device == "cuda" and facts.torch_build == "cpu":
             reasons.append(Reason("build", "a CPU build of torch", "a CUDA build"))
-        if backend.package in facts.packages and facts.packages[backend.package] is None:
-            fix = f"pip install {backend.package}"
-            reasons.append(Reason("package", f"no {backend.package}", backend.package or "", fix))
+        package = backend.package
+        if package is not None and facts.packages.get(package, "assumed") is None:
+            fix = f"pip install {package}"
+            reasons.append(Reason("package", f"no {package}", package, fix))
         return "as far as its capabilities tell"
     probed = registry.probe(backend.name)
     if isinstance(probed, Missing):
@@ -112,7 +113,9 @@ def select(
     exempt = active[1].names if active and active[0] in (Source.FORCED, Source.CALL) else ()
     never = frozenset(wishes.scope.never) - frozenset(exempt)
     decisions = {
-        name: decide(registry[name], problem, registry, layer=wishes.layer, never=never, facts=facts)
+        name: decide(
+            registry[name], problem, registry, layer=wishes.layer, never=never, facts=facts
+        )
         for name in registry.names(problem.framework)
     }
     if active is None:
@@ -163,9 +166,7 @@ def _automatic(
     if not order:
         raise Unsupported(_nobody(problem, decisions), decisions)
     name = order[0]
-    return Selection(
-        name, Source.HEURISTIC, {}, decisions, {}, reason, able[name], problem=problem
-    )
+    return Selection(name, Source.HEURISTIC, {}, decisions, {}, reason, able[name], problem=problem)
 
 
 _ASKED_BY = {
@@ -200,4 +201,6 @@ def _refusal(
 def _nobody(problem: Problem, decisions: Mapping[str, Decision]) -> str:
     lines = ["got a problem that no backend can or may run:", f"  {problem}"]
     lines += [f"  - {name}: {decision}" for name, decision in decisions.items()]
-    return "\n".join([*lines, "Change what the reasons name; `polyattn doctor` lists what is here."])
+    return "\n".join(
+        [*lines, "Change what the reasons name; `polyattn doctor` lists what is here."]
+    )

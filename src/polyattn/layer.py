@@ -75,7 +75,9 @@ class AttentionImpl:
         """Return `qkv` as it is: no backend here wants another layout."""
         return qkv
 
-    def postprocess_output(self, output: Any, attn_metadata: AttentionMetadata | None = None) -> Any:
+    def postprocess_output(
+        self, output: Any, attn_metadata: AttentionMetadata | None = None
+    ) -> Any:
         """Return `output` as it is."""
         return output
 
@@ -83,7 +85,10 @@ class AttentionImpl:
         self, query: Any, key: Any, value: Any, attn_metadata: AttentionMetadata | None = None
     ) -> Any:
         """Compute attention of query (B, T, N, H) with key and value (B, S, K, H)."""
-        if query.shape[-2:] != (self.num_heads, self.head_size) or key.shape[-2] != self.num_kv_heads:
+        if (
+            query.shape[-2:] != (self.num_heads, self.head_size)
+            or key.shape[-2] != self.num_kv_heads
+        ):
             raise InvalidProblem(
                 f"got query {tuple(query.shape)} and key {tuple(key.shape)}, expected "
                 f"(B, T, {self.num_heads}, {self.head_size}) and {self.num_kv_heads} key/value heads."

@@ -53,14 +53,14 @@ class Request:
 
     @classmethod
     def make(
-        cls, names: Iterable[object], never: Iterable[object] = (), on_unsupported: object = None
+        cls, names: Iterable[object], never: Iterable[object] = (), on_unsupported: str | None = None
     ) -> Request:
         """Check and expand what a user wrote; raise for unknown names and policies."""
         if on_unsupported not in (None, "error", "fallback"):
             raise InvalidProblem(
                 f"got on_unsupported={on_unsupported!r}, expected 'error' or 'fallback'."
             )
-        return cls(_expand(names, "backend"), _expand(never, "never="), on_unsupported)  # type: ignore[arg-type]
+        return cls(_expand(names, "backend"), _expand(never, "never="), on_unsupported)
 
 
 def _expand(names: Iterable[object], asked_by: str) -> tuple[str, ...]:

@@ -39,7 +39,9 @@ recording: ContextVar[Any] = ContextVar("polyattn_recording")
 
 
 _epochs = itertools.count(1)
-_saved: ContextVar[tuple[tuple[Token[str], str, str | None], ...]] = ContextVar("polyattn_saved", default=())
+_saved: ContextVar[tuple[tuple[Token[str], str, str | None], ...]] = ContextVar(
+    "polyattn_saved", default=()
+)
 
 
 class Ambient:

@@ -34,7 +34,9 @@ def problem_class(problem: Problem) -> str:
     """
     mask = problem.mask
     if mask is not None:
-        signature = mask.signature if "Window" in mask.kinds else _DIMS.sub(_broadcast, mask.signature)
+        signature = (
+            mask.signature if "Window" in mask.kinds else _DIMS.sub(_broadcast, mask.signature)
+        )
         mask = type(mask)(signature, mask.kinds, mask.align)
     bias = None if problem.bias is None else _DIMS.sub(_broadcast, problem.bias)
     return problem.with_(

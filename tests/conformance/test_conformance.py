@@ -28,7 +28,9 @@ def _here(device: str) -> list[str]:
 
 def _each(device: str) -> list[object]:
     marks = [pytest.mark.gpu] if device == "cuda" else []
-    return [pytest.param(name, device, id=f"{name}-{device}", marks=marks) for name in _here(device)]
+    return [
+        pytest.param(name, device, id=f"{name}-{device}", marks=marks) for name in _here(device)
+    ]
 
 
 BACKENDS = [*_each("cpu"), *(_each("cuda") if torch.cuda.is_available() else [])]

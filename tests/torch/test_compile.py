@@ -148,7 +148,11 @@ def test_threads_and_tasks_have_their_own_scope_in_compiled_code() -> None:
 
 
 def test_every_run_of_a_graph_is_recorded() -> None:
-    f = torch.compile(lambda q: attention(q, q, q) + attention(q, q, q, backend="sdpa_math"), fullgraph=True, backend="aot_eager")
+    f = torch.compile(
+        lambda q: attention(q, q, q) + attention(q, q, q, backend="sdpa_math"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     f(inputs())
     with record_selections() as ran:
         f(inputs())
@@ -223,9 +227,15 @@ def test_backward_uses_the_choice_of_the_forward() -> None:
 
 def test_lse_and_gqa_traced() -> None:
     k = torch.randn(2, 8, 1, 16)
-    f = torch.compile(lambda q, k: attention(q, k, k, return_lse=True, mask=Causal()), fullgraph=True, backend="aot_eager")
+    f = torch.compile(
+        lambda q, k: attention(q, k, k, return_lse=True, mask=Causal()),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     q = inputs()
-    for got, expected in zip(f(q, k), attention(q, k, k, return_lse=True, mask=Causal()), strict=True):
+    for got, expected in zip(
+        f(q, k), attention(q, k, k, return_lse=True, mask=Causal()), strict=True
+    ):
         torch.testing.assert_close(got, expected)
 
 
@@ -235,5 +245,7 @@ def test_inductor() -> None:
     q = inputs(40)
     torch.testing.assert_close(f(q), attention(q * 2, q, q, mask=Causal()), rtol=1e-4, atol=1e-5)
     with use_backend("sdpa_math"), record_selections() as ran:
-        torch.testing.assert_close(f(q), attention(q * 2, q, q, mask=Causal()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            f(q), attention(q * 2, q, q, mask=Causal()), rtol=1e-4, atol=1e-5
+        )
     assert [r.backend for r in ran] == ["sdpa_math", "sdpa_math"]

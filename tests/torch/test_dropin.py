@@ -27,7 +27,11 @@ def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 
 def random_call(rng: random.Random) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    lead = rng.choice([(), (2,), (1,), (3,), (2, 2)]) if rng.random() < 0.2 else (rng.choice([1, 2, 3]),)
+    lead = (
+        rng.choice([(), (2,), (1,), (3,), (2, 2)])
+        if rng.random() < 0.2
+        else (rng.choice([1, 2, 3]),)
+    )
     heads, groups = rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
     t, s, e = rng.choice([1, 2, 5, 8, 0]), rng.choice([1, 3, 5, 8, 0]), rng.choice([1, 4, 8, 16])
     ev = e if rng.random() < 0.8 else rng.choice([1, 8, 12])
@@ -44,7 +48,9 @@ def random_call(rng: random.Random) -> tuple[list[torch.Tensor], dict[str, Any]]
         kwargs["is_causal"] = True
     if kind in ("bool", "float", "both"):
         full = (*shapes[0][:-1], s)
-        shape = tuple(1 if rng.random() < 0.3 else size for size in full)[rng.choice([0, 0, 1, 2]) :]
+        shape = tuple(1 if rng.random() < 0.3 else size for size in full)[
+            rng.choice([0, 0, 1, 2]) :
+        ]
         allowed = torch.rand(shape) > 0.3
         kwargs["attn_mask"] = allowed if kind == "bool" else torch.randn(shape, dtype=dtype)
     if rng.random() < 0.2:
@@ -61,7 +67,10 @@ def test_random_calls_agree_with_torch(seed: int) -> None:
     for _ in range(60):
         tensors, kwargs = random_call(rng)
         ours, theirs = both(*tensors, **kwargs)
-        shapes = [tuple(x.shape) for x in tensors], {k: getattr(v, "shape", v) for k, v in kwargs.items()}
+        shapes = (
+            [tuple(x.shape) for x in tensors],
+            {k: getattr(v, "shape", v) for k, v in kwargs.items()},
+        )
         if isinstance(theirs, tuple):
             assert isinstance(ours, tuple), (shapes, theirs)
             assert ours[0] is theirs[0], (shapes, ours, theirs)
@@ -76,7 +85,9 @@ def test_random_calls_agree_with_torch(seed: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=loose, atol=loose, equal_nan=True)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "float"}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "float"}]
+)
 def test_gradients_agree_with_torch(kwargs: dict[str, Any]) -> None:
     q, k, v = (torch.randn(2, 3, 7, 8, requires_grad=True) for _ in range(3))
     wanted: list[torch.Tensor] = [q, k, v]
@@ -161,7 +172,9 @@ def test_meta_and_fake_tensors_and_subclasses() -> None:
 
 
 def test_nested_tensors_go_to_torch_and_are_recorded() -> None:
-    n = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged)
+    n = torch.nested.nested_tensor(
+        [torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged
+    )
     x = n.transpose(1, 2)
     with record_selections() as ran:
         out = sdpa(x, x, x)

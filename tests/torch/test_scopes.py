@@ -60,7 +60,9 @@ def test_precedence_from_weakest_to_strongest(monkeypatch: pytest.MonkeyPatch) -
     assert ran_on() == ("sdpa_flash", "HEURISTIC")
 
 
-def test_misspelt_environment_is_an_error_with_near_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_environment_is_an_error_with_near_matches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("POLYATTN_BACKEND", "sdpa_flsh")
     with pytest.raises(UnknownBackend, match=r"POLYATTN_BACKEND.*'sdpa_flash'"):
         attention(Q, Q, Q)
@@ -227,7 +229,9 @@ class Model(torch.nn.Module):
 
 def test_module_policies_by_pattern() -> None:
     model = Model()
-    policy = set_backend(model, {"blocks.0": "reference", r"blocks\.[12]": ["sdpa_cudnn", "sdpa_math"]})
+    policy = set_backend(
+        model, {"blocks.0": "reference", r"blocks\.[12]": ["sdpa_cudnn", "sdpa_math"]}
+    )
     with record_selections() as ran:
         model(Q)
     assert [r.backend for r in ran] == ["reference", "sdpa_math", "sdpa_math", "sdpa_flash"]

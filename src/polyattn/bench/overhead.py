@@ -113,7 +113,9 @@ def _require_same_answer(case: Case, names: dict[str, Any]) -> None:
             exec(f"{head}: {assign}" if head else assign, scoped)
     torch = names["torch"]
     if not torch.allclose(result["call"], result["over"], atol=1e-6):
-        raise PolyattnError(f"{case.name}: {case.statement} and {case.over} give different results.")
+        raise PolyattnError(
+            f"{case.name}: {case.statement} and {case.over} give different results."
+        )
 
 
 def _row(case: Case, summary: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,9 @@ def read(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         known = record["schema"] == SCHEMA and all("name" in row for row in record["rows"])
     except (ValueError, KeyError, TypeError) as error:
-        raise PolyattnError(f"got {path}, expected a record of `polyattn bench` ({error}).") from error
+        raise PolyattnError(
+            f"got {path}, expected a record of `polyattn bench` ({error})."
+        ) from error
     if not known:
         raise PolyattnError(
             f"got {path} of the schema {record['schema']!r}, expected {SCHEMA!r}; make it again "

@@ -231,7 +231,14 @@ def _poison_hidden(subject: Subject, run: Run, clean: Outcome, bitwise: bool) ->
             raise _Wrong(f"{name} changes when masked entries are NaN{_how(struck, clean, name)}")
     _compare(subject, struck)
     for name, flags in zip(("query", "key", "value"), bad, strict=True):
-        if name in struck.values and bool((struck.values[name][flags.to(struck.values[name].device).expand_as(struck.values[name])] != 0).any()):
+        if name in struck.values and bool(
+            (
+                struck.values[name][
+                    flags.to(struck.values[name].device).expand_as(struck.values[name])
+                ]
+                != 0
+            ).any()
+        ):
             raise _Wrong(f"the gradient of a masked {name} is not 0")
 
 

@@ -53,7 +53,9 @@ def run(
             _dropout(report, one, seed, device)
         rng = Random(seed)
         for done in range(1, problems + 1):
-            asked = [b for b in backends if backend is not None or done % _EVERY.get(b.name, 1) == 0]
+            asked = [
+                b for b in backends if backend is not None or done % _EVERY.get(b.name, 1) == 0
+            ]
             _one(report, random_case(rng), asked, device)
             report.problems = done
             if done % _FORGET == 0:
@@ -77,7 +79,9 @@ def run_case(case: Case, backend: str | None = None, device: str = "cpu") -> dic
 
 def _backends(report: Report, asked: str | None, device: str) -> list[Backend]:
     """Return those that are here; the others go into the report, or raise when asked for."""
-    names = registry.names("torch") if asked is None else registry.expand(asked, asked_by="--backend")
+    names = (
+        registry.names("torch") if asked is None else registry.expand(asked, asked_by="--backend")
+    )
     found = []
     for name in names:
         probed = registry.probe(name)

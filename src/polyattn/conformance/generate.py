@@ -10,7 +10,18 @@ __all__ = ["random_case"]
 
 _EDGES = (7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80)
 _MOST_SCORES = 24_000  # of B * N * T * S: what keeps a case at milliseconds
-_LEAVES = ("causal", "causal", "window", "window", "padding", "segments", "prefix", "blocks", "dense", "full")
+_LEAVES = (
+    "causal",
+    "causal",
+    "window",
+    "window",
+    "padding",
+    "segments",
+    "prefix",
+    "blocks",
+    "dense",
+    "full",
+)
 _PACKED = ("causal", "causal", "window", "padding", "segments", "prefix", "full")
 
 

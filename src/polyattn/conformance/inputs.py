@@ -177,7 +177,9 @@ def _array(rng: Random, values: Any, dtype: torch.dtype = torch.int32) -> Any:
 
 def _padding(case: Case, rng: Random, queries: bool, keys: bool) -> Mask:
     lengths = [
-        _array(rng, [rng.choice((0, size, rng.randint(0, size))) for _ in range(case.b)]) if on else None
+        _array(rng, [rng.choice((0, size, rng.randint(0, size))) for _ in range(case.b)])
+        if on
+        else None
         for on, size in ((queries, case.t), (keys, case.s))
     ]
     return Padding(*lengths)

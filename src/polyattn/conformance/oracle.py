@@ -177,7 +177,9 @@ def naive(inputs: Inputs, seen: Tensor, dtype: torch.dtype = torch.float64) -> A
         return Answer(values, scales, score)
 
 
-def _gradients(inputs: Inputs, values: dict[str, Tensor], slots: dict[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(
+    inputs: Inputs, values: dict[str, Tensor], slots: dict[str, Tensor]
+) -> dict[str, Tensor]:
     incoming = {"out": inputs.grad_out}
     if inputs.case.lse:
         incoming["lse"] = inputs.grad_lse

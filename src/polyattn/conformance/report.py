@@ -88,7 +88,9 @@ class Report:
         """Judge the refusals of the whole run; called once at its end."""
         for name, tally in self.tallies.items():
             for fact, (times, _, spec) in tally.false_refusals().items():
-                detail = f"refused {times} times for its {fact} alone, and always right if run anyway"
+                detail = (
+                    f"refused {times} times for its {fact} alone, and always right if run anyway"
+                )
                 tally.counts["false_refusal"] += 1
                 self.failures.append(Failure("false_refusal", name, spec, detail))
 

@@ -43,9 +43,17 @@ def show_report(report: Report, console: Console) -> None:
     """Print the counts, then each failure with the line that makes it again."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("backend")
-    heads = ("problems", "right", "wrong", "false acceptances", "refused", "run anyway", "false refusals")
+    heads = (
+        "problems",
+        "right",
+        "wrong",
+        "false acceptances",
+        "refused",
+        "run anyway",
+        "false refusals",
+    )
     for head in heads:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", min_width=max(map(len, head.split())))
     for name, tally in report.tallies.items():
         c, anyway = tally.counts, sum(row[0] for row in tally.alone.values())
         examined = sum(c[x] for x in ("right", "wrong", "false_acceptance", "refused"))
@@ -57,7 +65,11 @@ def show_report(report: Report, console: Console) -> None:
     for name, why in report.absent.items():
         _line(console, f"{name}: not here: {why}", "dim")
     for failure in report.failures[:_SHOWN]:
-        _line(console, f"\n{failure.kind.replace('_', ' ')} of {failure.backend}: {failure.detail}", "red")
+        _line(
+            console,
+            f"\n{failure.kind.replace('_', ' ')} of {failure.backend}: {failure.detail}",
+            "red",
+        )
         _line(console, f"  {failure.reproduce}")
     if len(report.failures) > _SHOWN:
         _line(console, f"\n... and {len(report.failures) - _SHOWN} more; --json has them all.")

@@ -11,7 +11,18 @@ from polyattn.errors import InvalidProblem
 __all__ = ["shrink"]
 
 _PLAIN = Case()
-_DROPPED = ("mask", "bias", "sinks", "softcap", "scale", "poison", "deterministic", "lse", "strides", "grad")
+_DROPPED = (
+    "mask",
+    "bias",
+    "sinks",
+    "softcap",
+    "scale",
+    "poison",
+    "deterministic",
+    "lse",
+    "strides",
+    "grad",
+)
 _SIZES = ("b", "n", "t", "s", "h", "v")
 
 

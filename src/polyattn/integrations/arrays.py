@@ -90,8 +90,7 @@ def take(array: Tensor) -> StoredArray:
     """Store an array of a call."""
     array = array.detach()
     repeats = [
-        size > 1 and stride == 0
-        for size, stride in zip(array.shape, array.stride(), strict=True)
+        size > 1 and stride == 0 for size, stride in zip(array.shape, array.stride(), strict=True)
     ]
     base = array[tuple(slice(0, 1) if again else slice(None) for again in repeats)]
     base = base.cpu().contiguous()

@@ -231,7 +231,9 @@ def _decoded(path: Any, number: int, line: str) -> dict[str, Any]:
 def _add(record: Record, line: dict[str, Any]) -> None:
     kind = line.pop("kind", None)
     if kind == "passed":
-        record.passed.append(Passed(str(line["reason"]), str(line["shapes"]), _count(line["calls"])))
+        record.passed.append(
+            Passed(str(line["reason"]), str(line["shapes"]), _count(line["calls"]))
+        )
         return
     if kind != "case":
         raise TuningError(f"got a line of kind {kind!r}; expected case, passed or end")

@@ -133,7 +133,9 @@ def routed(
         or torch._C._get_tracing_state() is not None
         or type(query) not in _PLAIN
     ):
-        return _foreign(arrays, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _foreign(
+            arrays, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
     if _router.listeners:
         return _heard(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -65,7 +65,10 @@ def candidates(problem: Problem) -> list[Candidate]:
         if backend.capabilities_for(problem.device).exactness != "exact":
             continue  # never chosen automatically, so its time decides nothing
         if isinstance(decide(backend, problem, registry), Accepted):
-            configs = [{}, *(dict(c) for c in (backend.configs(problem) if backend.configs else ()))]
+            configs = [
+                {},
+                *(dict(c) for c in (backend.configs(problem) if backend.configs else ())),
+            ]
             distinct = {json.dumps(c, sort_keys=True): c for c in configs}
             found += [Candidate(name, config) for config in distinct.values()]
     return found
@@ -180,7 +183,9 @@ def _spare_bytes() -> float:
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise :class:`TimeLimitExceeded` after `seconds`, where signals allow it (main thread)."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(
+        signal, "setitimer"
+    ):
         yield
         return
 

@@ -115,7 +115,9 @@ def _tensor(
         strides = (shape[-1], *strides)
     if len(strides) != len(shape):
         return plain
-    needed = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+    needed = 1 + sum(
+        (size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size
+    )
     if not plain.numel() or needed > _MOST_GAPS * plain.numel():
         return plain
     storage = torch.randn(needed, generator=generator).to(dtype)

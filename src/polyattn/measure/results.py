@@ -29,6 +29,7 @@ class Timed:
     repeats: int = 0
     forward_s: float | None = None
     prepare_s: float = 0.0
+    seconds: tuple[float, ...] = ()
 
     @property
     def label(self) -> str:
@@ -38,7 +39,10 @@ class Timed:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; infinities, which JSON lacks, become None."""
         plain = dict(vars(self))
-        return {k: None if isinstance(v, float) and v in (float("inf"),) else v for k, v in plain.items()}
+        return {
+            k: None if isinstance(v, float) and v in (float("inf"),) else v
+            for k, v in plain.items()
+        }
 
 
 @dataclass
@@ -57,6 +61,7 @@ class CaseResult:
     reason: str = ""
     regret: float | None = None
     regret_range: tuple[float, float] | None = None
+    fastest: str = ""
     heuristic: str = ""
     heuristic_regret: float | None = None
     chosen_s: float | None = None
@@ -64,6 +69,10 @@ class CaseResult:
     heuristic_s: float | None = None
     foreign: float = 0.0
     skipped: str = ""
+
+    def of(self, label: str) -> Timed:
+        """Return the candidate called `label`."""
+        return next(timed for timed in self.timed if timed.label == label)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""

@@ -107,7 +107,9 @@ class _Maker:
 
         def ids(sizes: Any) -> Tensor:
             shape = _shape(sizes)
-            return (torch.arange(shape[-1]) * parts // max(shape[-1], 1)).to(torch.int32).expand(shape)
+            return (
+                (torch.arange(shape[-1]) * parts // max(shape[-1], 1)).to(torch.int32).expand(shape)
+            )
 
         return Segments(ids(q), ids(kv))
 

@@ -1,9 +1,11 @@
 """Honest times of several ways to do the same: interleaved, in one process, with a watch on others.
 
-In each round every candidate runs once for about the same time, in an order that turns from round
-to round; a round during which other processes took more than :data:`QUIET` of the cores is
-measured again (at most as often as there are rounds). Warm-up is apart; the cost of the loop is
-subtracted.
+A *block* is a few milliseconds of calls: short against the time slices of other processes, so
+that a median drops what those disturb. A *round* goes over all candidates several times, in an
+order that turns, and gives each the median of its blocks. Rounds during which other processes
+took more than :data:`QUIET` of the cores are measured again (at most as often as there are
+rounds), and the quietest are kept: chosen by the others' load, never by the result. Warm-up is
+apart; the cost of the loop is subtracted. Candidates that are far behind run once a round.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from itertools import repeat
 __all__ = ["QUIET", "Times", "once", "time_interleaved"]
 
 QUIET = 0.06
+_ROUND_S = 0.15  # the system counts processor time in steps of 10 ms
+_MOST_BLOCKS = 12
+_FAR = 6.0
 Step = Callable[[], object]
 
 
@@ -55,30 +60,34 @@ def once(step: Step, synchronise: Step) -> float:
 
 
 def time_interleaved(
-    steps: Mapping[str, Step], synchronise: Step, *, rounds: int, sample_s: float
+    steps: Mapping[str, Step], synchronise: Step, *, rounds: int, block_s: float = 0.005
 ) -> dict[str, Times]:
-    """Time all steps, which must be warm; each sample takes about `sample_s`."""
-    loops = {name: _loops(step, synchronise, sample_s) for name, step in steps.items()}
+    """Time all steps, which must be warm, in at least `rounds` rounds."""
+    single = {name: min(once(step, synchronise) for _ in range(3)) for name, step in steps.items()}
+    near = [name for name in steps if single[name] <= _FAR * min(single.values())]
+    loops = {name: max(1, min(20_000, round(block_s / single[name]))) for name in steps}
+    turns = max(1, min(_MOST_BLOCKS, round(_ROUND_S / sum(max(block_s, single[n]) for n in near))))
     kept: list[tuple[float, dict[str, float]]] = []
     for attempt in range(2 * rounds):
-        names = list(steps)
-        turn = attempt % max(1, len(names))
+        names = near if attempt >= rounds else list(steps)
         watch = _Watch()
-        found = {
-            name: _sample(steps[name], loops[name], synchronise)
-            for name in (*names[turn:], *names[:turn])
-        }
+        blocks: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(turns):
+            first = (attempt + turn) % len(names)
+            for name in (*names[first:], *names[:first]):
+                if turn == 0 or name in near:
+                    blocks[name].append(_sample(steps[name], loops[name], synchronise))
+        found = {name: statistics.median(seconds) for name, seconds in blocks.items()}
         kept.append((watch.foreign(), found))
-        if sum(foreign <= QUIET for foreign, _ in kept) >= rounds:
+        if attempt + 1 >= rounds and sum(f <= QUIET for f, _ in kept) >= rounds:
             break
-    kept = sorted(kept, key=lambda entry: entry[0])[:rounds]  # chosen by others' load, not by result
-    worst = max(foreign for foreign, _ in kept)
-    return {name: Times(tuple(found[name] for _, found in kept), worst) for name in steps}
-
-
-def _loops(step: Step, synchronise: Step, sample_s: float) -> int:
-    fastest = min(once(step, synchronise) for _ in range(2))
-    return max(1, min(20_000, round(sample_s / fastest)))
+    quiet = sorted(kept, key=lambda entry: entry[0])[:rounds]
+    times = {}
+    for name in steps:
+        chosen = quiet if name in near else kept[:rounds]
+        worst = max(foreign for foreign, _ in chosen)
+        times[name] = Times(tuple(found[name] for _, found in chosen), worst)
+    return times
 
 
 def _sample(step: Step, loops: int, synchronise: Step) -> float:
@@ -114,7 +123,7 @@ class _Watch:
 
     def foreign(self) -> float:
         wall, busy, own = (a - b for a, b in zip(self._now(), self._before, strict=True))
-        if wall < 0.1:  # the system counts in steps of 10 ms
+        if wall <= 0:
             return 0.0
         return min(1.0, max(0.0, busy - own) / ((os.cpu_count() or 1) * wall))
 

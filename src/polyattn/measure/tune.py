@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from polyattn import scopes, tables
@@ -21,7 +22,7 @@ from polyattn.integrations.recording import Case
 from polyattn.measure.candidates import Candidate, candidates, ready, synchronise
 from polyattn.measure.inputs import Inputs, build
 from polyattn.measure.results import CaseResult, ClassResult, Timed, TuningResult
-from polyattn.measure.timing import time_interleaved
+from polyattn.measure.timing import Times, time_interleaved
 from polyattn.measure.verify import Truth
 from polyattn.problem import Problem
 from polyattn.registry import registry
@@ -36,17 +37,40 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much time a tuning run may take.
+    """How much time a tuning run may take, in seconds.
 
-    `prepare_s`: for one candidate to compile, be checked and warm up; `call_s`: for one call;
-    `ratio`: candidates so many times slower than the fastest are timed in single calls.
+    `prepare_s`: for one candidate to compile, be checked and warm up; `prepare_total_s`: for all
+    of them (who is known to need more than is left is not tried); `call_s`: for one call.
+    `again`: how often a choice that turns out not to be the fastest is measured again.
     """
 
     rounds: int = 5
-    sample_s: float = 0.02
     prepare_s: float = 60.0
+    prepare_total_s: float = 600.0
     call_s: float = 2.0
-    contender: float = 1.5
+    again: int = 2
+
+
+class _Purse:
+    """What is left of the time for preparing, and what each candidate is known to need."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.left_s = bounds.prepare_total_s
+        self.bounds = bounds
+        self.known: dict[str, float] = {}
+
+    def allows(self, candidate: Candidate) -> bool:
+        return self.known.get(candidate.label, 0.0) <= max(self.left_s, _QUICK_S)
+
+    def pay(self, candidate: Candidate, seconds: float) -> None:
+        self.known[candidate.label] = max(seconds, self.known.get(candidate.label, 0.0))
+        if seconds > _QUICK_S:
+            self.left_s -= seconds
+
+
+_QUICK_S = 2.0
+_CONTENDER = 1.5
+GOAL = 1.02
 
 
 def tune(cases: Iterable[Case], *, bounds: Bounds | None = None, progress: Progress | None = None,
@@ -64,15 +88,15 @@ def tune(cases: Iterable[Case], *, bounds: Bounds | None = None, progress: Progr
     result.total_classes = len(classes)
     total = sum(len(of_class) for of_class in classes.values())
     done = 0
+    purse = _Purse(bounds)
     try:
         for of_class in sorted(classes.values(), key=lambda c: -sum(x.calls for x in c)):
-            found = [_measured(case, bounds, lambda what: report(done, total, what)) for case in of_class]
-            one = _stored(of_class, [measured for measured, _ in found])
-            for measured, ready_ones in found:
-                _judge(measured, ready_ones, bounds)
+            found = []
+            for case in of_class:
+                found.append(_measured(case, purse, lambda what: report(done, total, what)))
                 done += 1
                 report(done, total, "")
-            result.classes.append(one)
+            result.classes.append(_settled(_key(of_class[0].problem), found, bounds))
     except KeyboardInterrupt:
         result.interrupted = True
     return result
@@ -81,7 +105,7 @@ def tune(cases: Iterable[Case], *, bounds: Bounds | None = None, progress: Progr
 Found = tuple[CaseResult, dict[str, Candidate]]
 
 
-def _measured(case: Case, bounds: Bounds, report: Callable[[str], None]) -> Found:
+def _measured(case: Case, purse: _Purse, report: Callable[[str], None]) -> Found:
     """Check and time every capable candidate on one case."""
     problem = case.problem.with_(compiled=False)
     outcome = CaseResult(problem, case.calls)
@@ -95,44 +119,81 @@ def _measured(case: Case, bounds: Bounds, report: Callable[[str], None]) -> Foun
     every = candidates(inputs.problem)
     for candidate in every:
         report(f"{candidate.label}: {problem.shapes}")
-        ready(candidate, inputs, truth, limit_s=bounds.prepare_s, call_limit_s=bounds.call_s)
+        _make_ready(candidate, inputs, truth, purse)
     able = {c.label: c for c in every if c.status == "ok"}
     report(f"timing {len(able)} candidates: {problem.shapes}")
-    times = _times(able, inputs, bounds)
-    forward = _times(able, inputs, bounds, forward=True) if inputs.trains else {}
-    for candidate in every:
-        timed = Timed(
-            candidate.backend, dict(candidate.config), candidate.status, candidate.note,
-            candidate.check.error, candidate.check.tolerance, candidate.check.verified,
-            prepare_s=candidate.prepare_s,
-        )  # fmt: skip
-        if (mine := times.get(candidate.label)) is not None:
-            timed.median_s, timed.min_s, timed.max_s = mine.median, mine.low, mine.high
-            timed.repeats = len(mine.seconds)
-            outcome.foreign = max(outcome.foreign, mine.foreign)
-        if candidate.label in forward:
-            timed.forward_s = forward[candidate.label].median
-        outcome.timed.append(timed)
+    outcome.timed = [_timed(candidate) for candidate in every]
+    times = _times({label: c.step for label, c in able.items()}, problem, purse.bounds.rounds)
+    _note_times(outcome, times)
+    if inputs.trains:
+        forward = {label: c.forward for label, c in able.items()}
+        for label, mine in _times(forward, problem, purse.bounds.rounds).items():
+            outcome.of(label).forward_s = mine.median
     return outcome, able
 
 
-def _times(able: dict[str, Candidate], inputs: Inputs, bounds: Bounds, forward: bool = False):  # type: ignore[no-untyped-def]
-    if not able:
+def _make_ready(candidate: Candidate, inputs: Inputs, truth: Truth, purse: _Purse) -> None:
+    if not purse.allows(candidate):
+        candidate.status = "too slow"
+        candidate.note = (
+            f"not tried: it took {purse.known[candidate.label]:.0f} s to get ready before, and the "
+            "time for that is used up"
+        )
+        return
+    begin = time.perf_counter()
+    bounds = purse.bounds
+    ready(candidate, inputs, truth, limit_s=bounds.prepare_s, call_limit_s=bounds.call_s)
+    purse.pay(candidate, time.perf_counter() - begin)
+
+
+def _timed(candidate: Candidate) -> Timed:
+    check = candidate.check
+    return Timed(
+        candidate.backend, dict(candidate.config), candidate.status, candidate.note, check.error,
+        check.tolerance, check.verified, prepare_s=candidate.prepare_s,
+    )  # fmt: skip
+
+
+def _times(steps: Mapping[str, Callable[[], object]], problem: Problem, rounds: int) -> dict[str, Times]:
+    if not steps:
         return {}
-    steps = {label: c.forward if forward else c.step for label, c in able.items()}
-    return time_interleaved(
-        steps, lambda: synchronise(inputs.problem), rounds=bounds.rounds, sample_s=bounds.sample_s
-    )
+    return time_interleaved(steps, lambda: synchronise(problem), rounds=rounds)
 
 
-def _stored(of_class: list[Case], measured: list[CaseResult]) -> ClassResult:
+def _note_times(case: CaseResult, times: Mapping[str, Times]) -> None:
+    """Add the rounds to those that are known, and take the medians of all."""
+    for label, mine in times.items():
+        timed = case.of(label)
+        timed.seconds = (*timed.seconds, *mine.seconds)
+        timed.median_s = statistics.median(timed.seconds)
+        timed.min_s, timed.max_s = min(timed.seconds), max(timed.seconds)
+        timed.repeats = len(timed.seconds)
+        case.foreign = max(case.foreign, mine.foreign)
+
+
+def _settled(key: Key, found: list[Found], bounds: Bounds) -> ClassResult:
+    """Store, measure the choice against the fastest, and again with more rounds if it lost."""
+    one = _stored(key, [case for case, _ in found])
+    for attempt in range(bounds.again + 1):
+        fresh = [_judge(case, able, bounds) for case, able in found]
+        lost = [case for case, _ in found if case.regret is not None and case.regret > GOAL]
+        if not lost or attempt == bounds.again:
+            break
+        for (case, _), times in zip(found, fresh, strict=True):
+            _note_times(case, times)
+        one = _stored(key, [case for case, _ in found])
+    return one
+
+
+def _stored(key: Key, measured: list[CaseResult]) -> ClassResult:
     """Store the class's rows and make every later choice look again."""
-    key = _key(of_class[0].problem)
     one = ClassResult(key, measured)
     usable = [case for case in measured if not case.skipped]
     labels = dict.fromkeys(t.label for case in usable for t in case.timed)
     for label in labels:
-        of_label = [(case, next((t for t in case.timed if t.label == label), None)) for case in usable]
+        of_label = [
+            (case, next((t for t in case.timed if t.label == label), None)) for case in usable
+        ]
         if all(t is not None and t.median_s is not None for _, t in of_label):
             one.rows.append(_row([(case.calls, t) for case, t in of_label if t is not None]))
         elif wrong := next((t for _, t in of_label if t is not None and t.status == "wrong"), None):
@@ -174,16 +235,16 @@ def _wrong_row(wrong: Timed) -> Measurement:
     )  # fmt: skip
 
 
-def _judge(case: CaseResult, able: dict[str, Candidate], bounds: Bounds) -> None:
-    """Measure the choice again, beside everybody who could have been better."""
+def _judge(case: CaseResult, able: dict[str, Candidate], bounds: Bounds) -> dict[str, Times]:
+    """Measure the choice beside everybody who could have been better; returns the fresh times."""
     if not able:
-        return
+        return {}
     try:
         chosen = choose(case.problem, Wishes())
         heuristic = select(case.problem, Wishes(), registry)
     except Unsupported as error:
         case.skipped = str(error).splitlines()[0]
-        return
+        return {}
     case.chosen = Candidate(chosen.backend, chosen.config).label
     case.source, case.reason = str(chosen.source), chosen.reason
     case.heuristic = Candidate(heuristic.backend, heuristic.config).label
@@ -191,23 +252,22 @@ def _judge(case: CaseResult, able: dict[str, Candidate], bounds: Bounds) -> None
     fastest = min(medians.values())
     contenders = {
         label: able[label].step for label in able
-        if medians[label] <= bounds.contender * fastest or label in (case.chosen, case.heuristic)
+        if medians[label] <= _CONTENDER * fastest or label in (case.chosen, case.heuristic)
     }  # fmt: skip
     if case.chosen not in contenders:
-        return
-    times = time_interleaved(
-        contenders, lambda: synchronise(case.problem), rounds=bounds.rounds + 2,
-        sample_s=bounds.sample_s,
-    )  # fmt: skip
+        return {}
+    times = _times(contenders, case.problem, bounds.rounds)
     best = min(times, key=lambda label: times[label].median)
-    case.fastest_s, case.chosen_s = times[best].median, times[case.chosen].median
-    paired = [
-        mine / other
-        for mine, other in zip(times[case.chosen].seconds, times[best].seconds, strict=True)
-    ]
-    case.regret = max(1.0, statistics.median(paired))
-    case.regret_range = (min(paired), max(paired))
+    case.fastest, case.fastest_s = best, times[best].median
+    case.chosen_s = times[case.chosen].median
+    paired = _paired(times[case.chosen], times[best])
+    case.regret, case.regret_range = max(1.0, statistics.median(paired)), (min(paired), max(paired))
     if case.heuristic in times:
+        paired = _paired(times[case.heuristic], times[best])
         case.heuristic_s = times[case.heuristic].median
-        case.heuristic_regret = case.heuristic_s / case.fastest_s
-    case.foreign = max(case.foreign, times[best].foreign)
+        case.heuristic_regret = max(1.0, statistics.median(paired))
+    return times
+
+
+def _paired(mine: Times, other: Times) -> list[float]:
+    return [a / b for a, b in zip(mine.seconds, other.seconds, strict=True)]

@@ -81,7 +81,9 @@ class Truth:
     def _numbers(self, found: Tensor, truth: Yardstick) -> tuple[float, float]:
         """Return the error that the tolerance module judges, and the bound, for the table."""
         wide = torch.finfo(torch.promote_types(found.dtype, torch.float32)).eps
-        room = FEW * ((2.0**-14 if truth.half else torch.finfo(found.dtype).eps) + wide * truth.score)
+        room = FEW * (
+            (2.0**-14 if truth.half else torch.finfo(found.dtype).eps) + wide * truth.score
+        )
 
         def error(values: Tensor) -> float:
             same = values.double().cpu() == truth.exact
@@ -111,7 +113,8 @@ class Truth:
     def _reference(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
         call, problem = self.inputs, self._problem
         q, k, v = (
-            to_bnth(x.detach().cpu(), call.problem.layout).to(dtype) for x in (call.q, call.k, call.v)
+            to_bnth(x.detach().cpu(), call.problem.layout).to(dtype)
+            for x in (call.q, call.k, call.v)
         )
         dims = Dims.of(q, k)
         mask = bias = payload = None
@@ -137,7 +140,9 @@ class Truth:
                 grads = torch.autograd.grad(out, list(wanted.values()), g, retain_graph=True)
                 values |= dict(zip(wanted, grads, strict=True))
         with torch.set_grad_enabled(payload is not None and payload.requires_grad):
-            score, scale = _scales(problem, q.detach(), k.detach(), v.detach(), mask, bias, lse.detach(), g, payload)
+            score, scale = _scales(
+                problem, q.detach(), k.detach(), v.detach(), mask, bias, lse.detach(), g, payload
+            )
         return {name: x.detach() for name, x in values.items()}, score, scale
 
     def _at_rows(self, dense: Tensor) -> Tensor:

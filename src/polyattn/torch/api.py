@@ -212,7 +212,9 @@ def _runner(plan: Plan, call: Call) -> Callable[..., Any]:
 def _cast_runner(plan: Plan, call: Call) -> Callable[..., Any]:
     run, dtype = _runner(plan, replace(call, cast=None)), call.cast
 
-    def cast(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None) -> Any:
+    def cast(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(q.device.type, enabled=False):
             return run(q, k, v, mask, bias, sinks)
@@ -238,7 +240,13 @@ def plan(query: Tensor, key: Tensor, value: Tensor, *, backend: Any = None, **op
     chosen = plan_for(call.problem, wishes(backend, None, scopes.current_scope(), _local.module))
     run = _runner(chosen, call)
     mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
-    if call.mask is None and bias is None and sinks is None and not call.problem.empty and call.cast is None:
+    if (
+        call.mask is None
+        and bias is None
+        and sinks is None
+        and not call.problem.empty
+        and call.cast is None
+    ):
         step = chosen.kernel if isinstance(chosen.kernel, FunctionType) else run
     else:
 

@@ -34,7 +34,9 @@ def declare(registry: Registry) -> None:
     registry.group("torch_sdpa", ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"))
 
 
-def _torch_probe(cuda_only: bool = False, needs: Callable[[Any], str | None] | None = None) -> Probe:
+def _torch_probe(
+    cuda_only: bool = False, needs: Callable[[Any], str | None] | None = None
+) -> Probe:
     if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
         return Missing("torch is not installed", "pip install 'polyattn[torch]'")
     torch = importlib.import_module("torch")
@@ -123,7 +125,11 @@ def _narrow_bias(p: Problem) -> Iterator[Reason]:
 
 def _efficient_extra(p: Problem) -> Iterator[Reason]:
     yield from _narrow_bias(p)
-    if p.dtype == "bfloat16" and p.arch is not None and p.arch in ("sm_50", "sm_60", "sm_61", "sm_70", "sm_75"):
+    if (
+        p.dtype == "bfloat16"
+        and p.arch is not None
+        and p.arch in ("sm_50", "sm_60", "sm_61", "sm_70", "sm_75")
+    ):
         yield Reason("dtype", f"bfloat16 on {p.arch}", "bfloat16 from sm_80")
     if p.lse and p.grad and (p.bias_grad or p.dropout_p > 0):
         yield Reason("lse", "a differentiable lse with a trained bias or dropout", "one of them")

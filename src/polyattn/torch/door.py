@@ -59,7 +59,9 @@ def admit(
     dtype = dtype_name(cast or q.dtype)
     batch, q_len, heads, kv_len, kv_heads, head_dim, value_dim = shapes
     if layout == "packed":
-        packed = [leaf for leaf in mask.leaves() if isinstance(leaf, Packed)] if mask is not None else []
+        packed = (
+            [leaf for leaf in mask.leaves() if isinstance(leaf, Packed)] if mask is not None else []
+        )
         if len(packed) != 1 or _under_or(mask):
             raise InvalidProblem(
                 f'got layout="packed" with mask={mask!r}, expected one Packed(cu_q, cu_kv), '
@@ -143,13 +145,21 @@ def _shapes(q: Any, k: Any, v: Any, layout: Any) -> tuple[int, ...]:
 
 def _types(mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, dropout_p: Any) -> None:
     if mask is not None and not isinstance(mask, Mask):
-        hint = "wrap it as polyattn.Dense(mask)" if isinstance(mask, Tensor) else "see polyattn.masks"
+        hint = (
+            "wrap it as polyattn.Dense(mask)" if isinstance(mask, Tensor) else "see polyattn.masks"
+        )
         raise InvalidProblem(f"got mask of type {type(mask).__name__}, expected a Mask; {hint}.")
     if bias is not None and not isinstance(bias, Bias):
-        hint = "wrap it as polyattn.DenseBias(bias)" if isinstance(bias, Tensor) else "see polyattn.biases"
+        hint = (
+            "wrap it as polyattn.DenseBias(bias)"
+            if isinstance(bias, Tensor)
+            else "see polyattn.biases"
+        )
         raise InvalidProblem(f"got bias of type {type(bias).__name__}, expected a Bias; {hint}.")
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, (int, float))
+        ):
             raise InvalidProblem(f"got {name}={number!r}, expected a Python number.")
         if number is not None and not -float("inf") < number < float("inf"):
             raise InvalidProblem(f"got {name}={number!r}, expected a finite number.")

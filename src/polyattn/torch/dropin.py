@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from polyattn import scopes, settings
 from polyattn.biases import DenseBias
 from polyattn.errors import Unsupported
-from polyattn.masks import Causal, Dense
+from polyattn.masks import Causal, Dense, Mask
 from polyattn.selection import Selection, Source
 from polyattn.torch import api, traced
 from polyattn.torch.door import admit
@@ -107,7 +107,8 @@ def _long_way(
 
 
 def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict[str, Any]:
-    mask, bias = (_CAUSAL if is_causal else None), None
+    mask: Mask | None = _CAUSAL if is_causal else None
+    bias = None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         mask = Dense(attn_mask)
     elif attn_mask is not None:
@@ -124,7 +125,12 @@ def _remember(
     plan = plan_for(call.problem, wishes(None, None, scopes.current_scope(), scopes.local.module))
     inner = api._runner(plan, call)
     run: Any = inner
-    if call.mask is not None and attn_mask is not None and call.cast is None and not call.problem.empty:
+    if (
+        call.mask is not None
+        and attn_mask is not None
+        and call.cast is None
+        and not call.problem.empty
+    ):
         kernel = plan.kernel
 
         def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Any:
@@ -176,7 +182,9 @@ def _beyond(
 
 def _shapes_beyond(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> bool:
     heads = k.shape[-3] == v.shape[-3] and (
-        q.shape[-3] % max(k.shape[-3], 1) == 0 if gqa and q.dim() == 4 else q.shape[-3] == k.shape[-3]
+        q.shape[-3] % max(k.shape[-3], 1) == 0
+        if gqa and q.dim() == 4
+        else q.shape[-3] == k.shape[-3]
     )
     alike = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and k.shape[-2] == v.shape[-2]
     return not (heads and alike and q.shape[-1] == k.shape[-1] and q.shape[-1] > 0 and k.shape[-3])
@@ -208,10 +216,19 @@ def _refuse_if_requested(reason: str) -> None:
 
 
 def _traced(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    gqa: Any,
 ) -> Any:
     """Trace one call; what polyattn does not model stays torch's own operator."""
-    plain = q.dim() == 4 and k.dim() == 4 and v.dim() == 4 and not (is_causal and attn_mask is not None)
+    plain = (
+        q.dim() == 4 and k.dim() == 4 and v.dim() == 4 and not (is_causal and attn_mask is not None)
+    )
     if not plain or q.dtype != k.dtype or _shapes_beyond(q, k, v, gqa):
         return torch_sdpa(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,

@@ -23,9 +23,7 @@ __all__ = ["hide", "is_readable", "mend"]
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
-def hide(
-    q: Tensor, k: Tensor, v: Tensor, view: Visible
-) -> tuple[Tensor, Tensor, Tensor]:
+def hide(q: Tensor, k: Tensor, v: Tensor, view: Visible) -> tuple[Tensor, Tensor, Tensor]:
     """Zero the queries that see no key and the keys that no query sees; (B, N, T, H) arrays."""
     q = torch.where(view.empty, 0, q)
     return q, torch.where(view.seen, k, 0), torch.where(view.seen, v, 0)
@@ -94,9 +92,7 @@ def _struck(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return ((allowed.expand(shape).to(torch.float32) @ bad_value) > 0) | row.unsqueeze(-1)
 
 
-def zero_empty(
-    out: Tensor, lse: Tensor | None, empty: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def zero_empty(out: Tensor, lse: Tensor | None, empty: Tensor) -> tuple[Tensor, Tensor | None]:
     """Write the result of rows that see no key: output 0, lse -inf; their gradient is 0."""
     out = torch.where(empty, 0, out)
     if lse is not None:

@@ -191,7 +191,10 @@ def _check_block_map(leaf: BlockMap, full: tuple[int, ...], packed: bool) -> Non
 
 
 def _check_packed(leaf: Packed, problem: Problem) -> None:
-    for name, cu, total in (("cu_q", leaf.cu_q, problem.q_len), ("cu_kv", leaf.cu_kv, problem.kv_len)):
+    for name, cu, total in (
+        ("cu_q", leaf.cu_q, problem.q_len),
+        ("cu_kv", leaf.cu_kv, problem.kv_len),
+    ):
         known = _known(cu)
         if known is None or not known.numel():
             continue

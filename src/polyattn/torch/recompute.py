@@ -98,4 +98,3 @@ def _region_of(frame: FrameType) -> Any:
     generator = frame.f_locals.get("gen")
     inner = getattr(generator, "gi_frame", None)
     return None if inner is None else inner.f_locals.get("new_frame")
-

@@ -122,7 +122,9 @@ def device_description(kind: str) -> str:
     """Describe the device that measured times belong to."""
     if kind == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.get_device_name()}"
-    return f"cpu:{_cpu()} {torch.backends.cpu.get_cpu_capability()} threads={torch.get_num_threads()}"
+    return (
+        f"cpu:{_cpu()} {torch.backends.cpu.get_cpu_capability()} threads={torch.get_num_threads()}"
+    )
 
 
 @functools.lru_cache(maxsize=1)

@@ -27,7 +27,6 @@ from polyattn.torch.resolve import Plan, plan_for, wishes
 __all__ = ["attention"]
 
 
-
 class _Kernels:
     """One attribute for each kernel: compilers guard the one that is read, not the others."""
 
@@ -56,9 +55,13 @@ def attention(
     batch = q.shape[0] if layout != "packed" else 1
     q_len, kv_len = q.shape[t_dim], k.shape[t_dim]
     if mask is not None and not isinstance(mask, Mask):
-        raise InvalidProblem("got a mask that is no polyattn mask, expected e.g. polyattn.Dense(mask).")
+        raise InvalidProblem(
+            "got a mask that is no polyattn mask, expected e.g. polyattn.Dense(mask)."
+        )
     if bias is not None and not isinstance(bias, Bias):
-        raise InvalidProblem("got a bias that is no polyattn bias, expected e.g. polyattn.DenseBias(b).")
+        raise InvalidProblem(
+            "got a bias that is no polyattn bias, expected e.g. polyattn.DenseBias(b)."
+        )
     if mask is not None and layout != "packed":
         mask = simplify(mask, q_len, kv_len)
     t_class, s_class = _classes(q_len, kv_len)
@@ -120,13 +123,13 @@ def _classes(q_len: int, kv_len: int) -> tuple[int, int]:
     return t, s
 
 
-def _text(number: Any) -> str | None:
+def _text(number: Any) -> str:
     """Return a number as text: the one form in which a compiler specialises a symbolic float."""
-    return None if number is None else float(number).hex()
+    return "" if number is None else float(number).hex()
 
 
-def _number(text: str | None) -> float | None:
-    return None if text is None else float.fromhex(text)
+def _number(text: str) -> float | None:
+    return float.fromhex(text) if text else None
 
 
 def _sink_count(sinks: Any) -> int:
@@ -138,7 +141,7 @@ def _sink_count(sinks: Any) -> int:
 def _resolve(
     batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, value_dim: int,
     dtype: torch.dtype, device: str, layout: str, mask: str | None, align: str | None,
-    bias: str | None, bias_grad: bool, scale: str | None, softcap: str | None, sinks: int,
+    bias: str | None, bias_grad: bool, scale: str, softcap: str, sinks: int,
     sinks_grad: bool, dropout_p: str, grad: bool, lse: bool, deterministic: bool | None,
     globally_deterministic: bool, contiguous: bool, backend: Any, scope: str | None,
     traced: str | None, module: str | None, forced: str | None, epoch: str,
@@ -161,7 +164,9 @@ def _resolve(
     )  # fmt: skip
     key = (problem, backend, scope, traced, module, forced, epoch)
     if key not in _numbers:
-        plan = plan_for(problem, wishes(backend, None, traced if traced is not None else scope, module))
+        plan = plan_for(
+            problem, wishes(backend, None, traced if traced is not None else scope, module)
+        )
         number = len(_plans)
         _plans[number] = plan
         setattr(_kernels, f"number_{number}", plan.kernel)

@@ -52,7 +52,14 @@ class Op:
 
 def _flash_cpu(function: Any) -> Call:
     def call(
-        q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        causal: bool,
+        scale: Any,
+        dropout: float,
+        lse: bool,
     ) -> Result:
         return function(q, k, v, dropout, causal, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
 
@@ -120,7 +127,9 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
         )
         if _is_plain(problem) and problem.mask is None:
             return _plain_flash_cpu(function, problem)
-        op = Op(_flash_cpu(function), grouped=True, zeroes_empty=True, causal_with_mask=True, wide=True)
+        op = Op(
+            _flash_cpu(function), grouped=True, zeroes_empty=True, causal_with_mask=True, wide=True
+        )
         kernel = _prepare(op, problem, config)
         if _is_plain(problem) and _is_square_causal(problem) and not problem.compiled:
             return _causal_flash_cpu(function, problem, kernel)
@@ -167,7 +176,9 @@ def _causal_flash_cpu(
     """The short way for causal calls; a NaN in the output sends the call the careful way."""
     layout, scale, grad = problem.layout, problem.scale, problem.grad
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None) -> Any:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
         if layout == "BNTH":
             out = function(q, k, v, 0.0, True, scale=scale)[0]
         else:
@@ -189,7 +200,9 @@ def _plain_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
             return lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v)[0]
         return lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v, scale=scale)[0]
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None) -> Any:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return function(q, k, v, scale=scale)[0].transpose(1, 2)
 
@@ -223,15 +236,24 @@ class _Attend:
     def __init__(self, op: Op, problem: Problem, config: Mapping[str, Any]) -> None:
         self.op, self.problem = op, problem
         kinds = problem.mask.signature if problem.mask else ""
-        self.only_causal = kinds == NATIVE_CAUSAL or (kinds == "Causal()" and problem.device == "cuda" and op.call is _flash_cuda)
-        self.causal_first = op.causal_with_mask and problem.mask is not None and (
-            problem.mask.signature.startswith(NATIVE_CAUSAL + " & ") and "Packed" not in problem.mask.kinds
+        self.only_causal = kinds == NATIVE_CAUSAL or (
+            kinds == "Causal()" and problem.device == "cuda" and op.call is _flash_cuda
+        )
+        self.causal_first = (
+            op.causal_with_mask
+            and problem.mask is not None
+            and (
+                problem.mask.signature.startswith(NATIVE_CAUSAL + " & ")
+                and "Packed" not in problem.mask.kinds
+            )
         )
         if problem.bias is not None or problem.sinks:
             self.only_causal = self.only_causal and op.causal_with_mask and not problem.sinks
             self.causal_first = self.causal_first and not problem.sinks
         if not _takes_flag(problem):
             self.only_causal = self.causal_first = False
+        if problem.bias is not None and problem.lse:
+            self.only_causal = False  # which rows are empty depends on both together
         few_rows = problem.q_len <= 32
         wants_fold = bool(config.get("fold", few_rows)) if op.grouped else True
         self.fold = problem.gqa and wants_fold and not self._flag

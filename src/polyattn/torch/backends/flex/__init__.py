@@ -154,9 +154,8 @@ class _Attend:
         return mend(run, q, k, v, lambda: visible(mask, dims, q.device))
 
     def _terms(self, dims: Dims, q: Tensor, mask: Any, bias: Any, sinks: Any) -> Terms:
-        softcap = None
+        softcap, wide = None, torch.promote_types(q.dtype, torch.float32)
         if self.problem.softcap is not None:
-            wide = torch.promote_types(q.dtype, torch.float32)
             softcap = torch.full((), self.problem.softcap, dtype=wide, device=q.device)
         lengths = (
             torch.full((), length, dtype=torch.int64, device=q.device)
@@ -166,7 +165,7 @@ class _Attend:
             None if mask is None else expand_blocks(mask, dims.kv_len),
             token_tables(mask, dims) if self.packed else None,
             None if bias is None else bias_rows(bias),
-            None if sinks is None else sink_rows(sinks),
+            None if sinks is None else sink_rows(sinks, wide),
             softcap,
             *lengths,
         )

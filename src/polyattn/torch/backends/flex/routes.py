@@ -23,7 +23,7 @@ Result = tuple[Tensor, Tensor | None]
 
 def eager(spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, trains: bool) -> Result:
     """Run FlexAttention's unfused implementation in float32 at least, some rows at a time."""
-    dtype, q_len, kv_len = q.dtype, q.shape[2], k.shape[2]
+    dtype, q_len = q.dtype, q.shape[2]
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     if terms.sinks is not None:
@@ -31,7 +31,7 @@ def eager(spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, trains: boo
     held = q.shape[0] * q.shape[1] * k.shape[2]
     rows = q_len if trains else max(1, min(q_len, _EAGER_SCORES // max(held, 1)))
     parts = [
-        _eager_rows(spec, q[:, :, start : start + rows], k, v, terms, start, (q_len, kv_len))
+        _eager_rows(spec, q[:, :, start : start + rows], k, v, terms, start)
         for start in range(0, q_len, rows)
     ]
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, 2) for x in zip(*parts, strict=True))
@@ -39,7 +39,7 @@ def eager(spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, trains: boo
 
 
 def _eager_rows(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, start: int, lengths: tuple[int, int]
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, start: int
 ) -> tuple[Tensor, Tensor]:
     """Run some query rows; the heads of a group become rows, so that no key is repeated."""
     from torch._higher_order_ops.flex_attention import math_attention
@@ -85,13 +85,13 @@ def native(
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     score_mod, mask_mod = mods(spec, terms, lambda h, m: (h, m))
-    block_mask = None
+    block_mask: Any = None
     if mask_mod is not None:
-        block_mask = BlockMask(
+        block_mask = BlockMask(  # type: ignore[misc]  # the tensors come first, in this order
             (q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=block, mask_mod=mask_mod
         )
     aux = AuxRequest(lse=True) if spec.lse else None
-    result = flex_attention(
+    result: Any = flex_attention(
         q, k, v, score_mod, block_mask, spec.scale, enable_gqa=spec.gqa, return_aux=aux
     )
     return (result[0], result[1].lse) if spec.lse else (result, None)

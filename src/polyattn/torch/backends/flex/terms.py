@@ -80,10 +80,10 @@ def bias_rows(bias: Any) -> Tensor:
     return array.reshape((1,) * (4 - array.dim()) + tuple(array.shape))
 
 
-def sink_rows(sinks: Tensor) -> Tensor:
-    """Join the sinks of each head to one, (1, N, 1, 1) in float32 at least."""
-    wide = sinks.to(torch.promote_types(sinks.dtype, torch.float32))
-    return wide.reshape(1, sinks.shape[0], 1, -1).logsumexp(-1, keepdim=True)
+def sink_rows(sinks: Tensor, wide: torch.dtype) -> Tensor:
+    """Join the sinks of each head to one, (1, N, 1, 1) in `wide` at least."""
+    sinks = sinks.to(torch.promote_types(sinks.dtype, wide))
+    return sinks.reshape(1, sinks.shape[0], 1, -1).logsumexp(-1, keepdim=True)
 
 
 def allowed(terms: Terms, b: Any, n: Any, t: Any, j: Any, q_len: Any, kv_len: Any) -> Any:

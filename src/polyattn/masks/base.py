@@ -1,0 +1,227 @@
+"""What all masks share: coordinates, joining with & and |, signatures, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from polyattn.errors import InvalidProblem
+from polyattn.payload import same
+
+__all__ = ["Align", "And", "Full", "Index", "Mask", "Or", "store"]
+
+Align = Literal["bottom_right", "top_left"]
+
+
+@dataclass(frozen=True)
+class Index:
+    """The coordinates at which a mask is asked: integers or broadcastable integer arrays.
+
+    `t` and `j` count within a sequence; `b` is the batch entry, or the sequence when packed.
+    """
+
+    b: Any
+    n: Any
+    t: Any
+    j: Any
+    q_len: Any
+    kv_len: Any
+    align: str = "bottom_right"
+    same_sequence: Any = True
+    q_token: Any = None  # the query's place in the packed row, when that is not `t`
+    kv_token: Any = None
+
+    @property
+    def diagonal(self) -> Any:
+        """The key position that query `t` stands at."""
+        return self.t if self.align == "top_left" else self.t + (self.kv_len - self.q_len)
+
+
+class Mask:
+    """The base of all masks; see the module's text for what masks share."""
+
+    def __and__(self, other: object) -> Mask:
+        """Allow what both allow."""
+        return _join(And, self, other)
+
+    def __or__(self, other: object) -> Mask:
+        """Allow what either allows."""
+        return _join(Or, self, other)
+
+    def __bool__(self) -> bool:
+        raise InvalidProblem(
+            f"got bool({self!r}), which has no meaning: expected masks joined with & and |, "
+            "not `and` and `or`; compare with `is None` to ask whether there is a mask."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return hash(self.signature)
+
+    def __repr__(self) -> str:
+        return self.signature
+
+    @property
+    def signature(self) -> str:
+        """The mask without the contents of its arrays: what a choice of backend may depend on."""
+        raise NotImplementedError
+
+    @property
+    def align(self) -> Align | None:
+        """The alignment this mask fixes, or None when it takes that of what it is joined with."""
+        return None
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks that an And or Or joins; empty for a leaf."""
+        return ()
+
+    def leaves(self) -> tuple[Mask, ...]:
+        """All masks of the tree that are not And or Or."""
+        return tuple(leaf for part in self.parts for leaf in part.leaves()) or (self,)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The class names in the tree, e.g. ``{"And", "Causal", "Window"}``."""
+        return frozenset({type(self).__name__}).union(*(p.kinds for p in self.parts))
+
+    def allows(self, ix: Index) -> Any:
+        """Say, for each coordinate of `ix`, whether the query may attend the key."""
+        raise NotImplementedError
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        """Return this mask with every array `a` of field `f` replaced by ``change(f, a)``."""
+        return self
+
+    def picture(self, q_len: int = 4, kv_len: int = 4, batch: int = 0, head: int = 0) -> str:
+        """Draw the mask of one batch entry and head, ``#`` where a query attends a key."""
+        align = self.align or "bottom_right"
+        return "\n".join(
+            "".join(
+                ".#"[bool(self.allows(Index(batch, head, t, j, q_len, kv_len, align)))]
+                for j in range(kv_len)
+            )
+            for t in range(q_len)
+        )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Full(Mask):
+    """Every query attends every key; the neutral element of ``&``.
+
+    >>> from polyattn import Causal
+    >>> print(Full().picture(2, 2))
+    ##
+    ##
+    >>> Full() & Causal() == Causal(), Full() | Causal() == Full()
+    (True, True)
+    """
+
+    @property
+    def signature(self) -> str:
+        return "Full()"
+
+    def allows(self, ix: Index) -> Any:
+        return (ix.t >= 0) & (ix.j >= 0)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class And(Mask):
+    """What every part allows; written ``a & b``."""
+
+    members: tuple[Mask, ...]
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.members
+
+    @property
+    def signature(self) -> str:
+        return " & ".join(f"({p!r})" if isinstance(p, Or) else repr(p) for p in self.members)
+
+    @property
+    def align(self) -> Align | None:
+        return _alignment(self.members)
+
+    def allows(self, ix: Index) -> Any:
+        allowed = self.members[0].allows(ix)
+        for part in self.members[1:]:
+            allowed = allowed & part.allows(ix)
+        return allowed
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        return And(tuple(part.map(change) for part in self.members))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Or(Mask):
+    """What any part allows; written ``a | b``."""
+
+    members: tuple[Mask, ...]
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.members
+
+    @property
+    def signature(self) -> str:
+        return " | ".join(f"({p!r})" if isinstance(p, And) else repr(p) for p in self.members)
+
+    @property
+    def align(self) -> Align | None:
+        return _alignment(self.members)
+
+    def allows(self, ix: Index) -> Any:
+        allowed = self.members[0].allows(ix)
+        for part in self.members[1:]:
+            allowed = allowed | part.allows(ix)
+        return allowed
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        return Or(tuple(part.map(change) for part in self.members))
+
+
+def _join(how: type[And] | type[Or], left: Mask, right: object) -> Mask:
+    """Flatten, drop what the laws of & and | make superfluous, and check the alignments."""
+    if not isinstance(right, Mask):
+        raise InvalidProblem(
+            f"got {left!r} joined with a {type(right).__name__}, expected another mask; "
+            "wrap a boolean array as Dense(array)."
+        )
+    members: list[Mask] = []
+    for mask in (left, right):
+        for part in mask.parts if isinstance(mask, how) else (mask,):
+            if isinstance(part, Full):
+                if how is Or:
+                    return Full()
+                continue
+            if all(part is not seen and part != seen for seen in members):
+                members.append(part)
+    if len(members) < 2:
+        return members[0] if members else Full()
+    _alignment(tuple(members))
+    return how(tuple(members))
+
+
+def _alignment(members: Sequence[Mask]) -> Align | None:
+    found: Align | None = None
+    for mask in members:
+        if mask.align is None or mask.align == found:
+            continue
+        if found is not None:
+            raise InvalidProblem(
+                f"got two alignments in one mask ({' with '.join(map(repr, members))}): "
+                f"{found} and {mask.align}. Expected one; PrefixLM is bottom_right."
+            )
+        found = mask.align
+    return found
+
+
+def store(mask: Mask, name: str, value: Any) -> None:
+    """Set a field of a frozen mask while it is being made."""
+    object.__setattr__(mask, name, value)
