@@ -111,7 +111,8 @@ def test_a_backend_that_leaks_masked_values_is_caught(plant: Plant) -> None:
 def test_a_backend_that_modifies_its_inputs_is_caught(plant: Plant) -> None:
     def spoil(problem: Problem, result: Any, args: Any) -> Any:
         with torch.no_grad():
-            args[0].data.view(-1)[:1].add_(1) if args[0].is_contiguous() and args[0].numel() else None
+            if args[0].is_contiguous():
+                args[0].data.view(-1)[:1].add_(1)
         return result
 
     report = run(30, seed=5, backend=(name := plant(spoil)))
@@ -156,7 +157,9 @@ def test_a_justified_refusal_is_none(plant: Plant) -> None:
     assert report.tallies[name].alone["soft cap"][0] >= 5
 
 
-def test_the_line_of_a_failure_reproduces_it(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_of_a_failure_reproduces_it(
+    plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = plant(lambda problem, result, args: _spoil_out(result, lambda out: out + 0.1))
     failure = run(3, seed=10, backend=name).failures[-1]
     words = shlex.split(failure.reproduce)
@@ -191,7 +194,9 @@ def test_specs_are_read_as_they_were_written() -> None:
 
 
 def test_a_case_gives_the_same_arrays_each_time() -> None:
-    case = Case(seed=13, t=9, s=7, strides="tso", mask=("dense", "ts"), bias=("dense", "s", "own", True))
+    case = Case(
+        seed=13, t=9, s=7, strides="tso", mask=("dense", "ts"), bias=("dense", "s", "own", True)
+    )
     one, two = build(case), build(case)
     assert torch.equal(one.q, two.q)
     assert one.mask == two.mask
@@ -200,7 +205,9 @@ def test_a_case_gives_the_same_arrays_each_time() -> None:
     assert one.q.stride() == two.q.stride()
 
 
-@pytest.mark.parametrize("text", ["", "7", "[1]", '{"b":"two"}', '{"dtype":"int8"}', '{"x":1}', "{"])
+@pytest.mark.parametrize(
+    "text", ["", "7", "[1]", '{"b":"two"}', '{"dtype":"int8"}', '{"x":1}', "{"]
+)
 def test_a_line_that_is_no_case_is_an_error(text: str) -> None:
     with pytest.raises(InvalidProblem, match="polyattn fuzz"):
         Case.from_spec(text)
@@ -281,7 +288,12 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--problems", "none"], ["--backend", "sdpa_flsh"], ["--case", "nonsense"], ["--device", "tpu"]],
+    [
+        ["--problems", "none"],
+        ["--backend", "sdpa_flsh"],
+        ["--case", "nonsense"],
+        ["--device", "tpu"],
+    ],
     ids=["count", "backend", "case", "device"],
 )
 def test_wrong_use_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,9 @@ from polyattn import (
     Alibi,
     Causal,
     Dense,
+    Packed,
     Padding,
+    PolyattnError,
     Segments,
     Window,
     record_selections,
@@ -249,3 +251,38 @@ def test_inductor() -> None:
             f(q), attention(q * 2, q, q, mask=Causal()), rtol=1e-4, atol=1e-5
         )
     assert [r.backend for r in ran] == ["sdpa_math", "sdpa_math"]
+
+
+PACKED = torch.randn(7, 2, 16)
+
+
+def test_packed_rows_in_traced_code() -> None:
+    mask = Packed(torch.tensor([0, 3, 7], dtype=torch.int32)) & Causal()
+    f = torch.compile(
+        lambda q: attention(q, q, q, mask=mask, layout="packed"), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(
+        f(PACKED), attention(PACKED, PACKED, PACKED, mask=mask, layout="packed")
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: attention(q, q[:1], q[:1]),
+        lambda q: attention(q, q, q, mask=Padding(kv_lengths=torch.tensor([1, 2, 3]))),
+        lambda q: attention(q, q, q, mask=Dense(torch.ones(3, 3, dtype=torch.bool))),
+        lambda q: attention(q, q, q, layout="NTBH"),
+        lambda q: attention(q, q, q, mask=Packed(torch.tensor([0, 8], dtype=torch.int32))),
+        lambda q: attention(q, q, q, mask=torch.ones(8, 8, dtype=torch.bool)),
+        lambda q: attention(q[0], q[0], q[0], layout="packed"),
+        lambda q: attention(q, q, q, backend="sdpa_cudnn"),
+        lambda q: attention(q, q, q, backend="no_such"),
+    ],
+)
+def test_wrong_calls_fail_in_traced_code_as_they_do_outside(call: Callable[..., object]) -> None:
+    q = inputs()
+    with pytest.raises(PolyattnError):
+        call(q)
+    with pytest.raises(Exception, match=r"got|Unsupported|Unknown"):
+        torch.compile(call, fullgraph=True, backend="eager")(q)

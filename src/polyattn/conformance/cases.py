@@ -2,9 +2,9 @@
 
 The line is JSON without what is default; arrays are not in it, they follow from `seed`:
 
->>> case = Case.from_spec('{"seed":7,"b":1,"t":3,"s":5,"mask":["causal","bottom_right"],"lse":true}')
+>>> case = Case.from_spec('{"seed":7,"t":3,"s":5,"mask":["causal","bottom_right"]}')
 >>> case.spec
-'{"seed":7,"b":1,"t":3,"s":5,"mask":["causal","bottom_right"],"lse":true}'
+'{"seed":7,"b":1,"t":3,"s":5,"mask":["causal","bottom_right"]}'
 """
 
 from __future__ import annotations

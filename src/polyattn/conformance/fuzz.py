@@ -104,6 +104,7 @@ def _one(report: Report, case: Case, backends: Sequence[Backend], device: str) -
         smallest = None
         if verdict.fails and _seen(report, backend.name, verdict.outcome) < _SHRUNK:
             smallest = shrink(case, _fails_alike(backend, verdict, device))
+            verdict = examine(subject(smallest, device), backend)
         report.add(case, backend.name, verdict, smallest)
 
 

@@ -12,8 +12,17 @@ from torch import Tensor
 from polyattn.biases import Alibi, Bias, DenseBias
 from polyattn.conformance.cases import Case, Tree
 from polyattn.masks import (
-    BlockMap, Causal, Dense, Full, Mask, Packed, Padding, PrefixLM, Segments, Window,
-)  # fmt: skip
+    BlockMap,
+    Causal,
+    Dense,
+    Full,
+    Mask,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+    Window,
+)
 
 __all__ = ["Inputs", "build", "place"]
 
@@ -53,7 +62,7 @@ class Inputs:
 
     def poisoned(self, q_bad: Tensor, k_bad: Tensor, v_bad: Tensor) -> Inputs:
         """Return the same call with NaN where the bools are True; stride-0 tensors are kept."""
-        changed = {}
+        changed: dict[str, Any] = {}
         for name, bad, letter in zip("qkv", (q_bad, k_bad, v_bad), self.case.strides, strict=True):
             x = getattr(self, name)
             if letter != "e":

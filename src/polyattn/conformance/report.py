@@ -1,4 +1,4 @@
-"""What a run of cases found: counts for each backend, failures with a line that makes them again."""
+"""What a run found: counts for each backend, failures with a line that makes them again."""
 
 from __future__ import annotations
 

@@ -41,27 +41,7 @@ def bar(problems: int, console: Console) -> Iterator[Callable[[int, Report], Non
 
 def show_report(report: Report, console: Console) -> None:
     """Print the counts, then each failure with the line that makes it again."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("backend")
-    heads = (
-        "problems",
-        "right",
-        "wrong",
-        "false acceptances",
-        "refused",
-        "run anyway",
-        "false refusals",
-    )
-    for head in heads:
-        table.add_column(head, justify="right", min_width=max(map(len, head.split())))
-    for name, tally in report.tallies.items():
-        c, anyway = tally.counts, sum(row[0] for row in tally.alone.values())
-        examined = sum(c[x] for x in ("right", "wrong", "false_acceptance", "refused"))
-        cells = (
-            examined, c["right"], c["wrong"], c["false_acceptance"], c["refused"], anyway, c["false_refusal"],
-        )  # fmt: skip
-        table.add_row(name, *map(str, cells))
-    console.print(table)
+    console.print(_table(report))
     for name, why in report.absent.items():
         _line(console, f"{name}: not here: {why}", "dim")
     for failure in report.failures[:_SHOWN]:
@@ -82,6 +62,21 @@ def show_report(report: Report, console: Console) -> None:
         "refusals",
         "green" if report.ok else "red",
     )
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("backend")
+    heads = ("problems", "right", "wrong", "false acceptances", "refused", "run anyway")
+    for head in (*heads, "false refusals"):
+        table.add_column(head, justify="right", min_width=max(map(len, head.split())))
+    for name, tally in report.tallies.items():
+        c = tally.counts
+        done = sum(c[x] for x in ("right", "wrong", "false_acceptance", "refused"))
+        anyway = sum(row[0] for row in tally.alone.values())
+        cells = (done, c["right"], c["wrong"], c["false_acceptance"], c["refused"], anyway)
+        table.add_row(name, *map(str, (*cells, c["false_refusal"])))
+    return table
 
 
 def show_case(case: Case, verdicts: Mapping[str, Verdict], console: Console) -> None:

@@ -93,7 +93,8 @@ def measure(got: Tensor, truth: Yardstick) -> Excess | None:
     worst = error == error.max()
     return Excess(
         name,
-        f"{_where(worst)} is {_first(found, worst):.9g}, expected {_first(truth.exact, worst):.9g}; "
+        f"{_where(worst)} is {_first(found, worst):.9g}, expected "
+        f"{_first(truth.exact, worst):.9g}; "
         f"error {float(error.max()):.3g} of its terms, allowed {bound:.3g} ({int(bad.sum())} of "
         f"{bad.numel()} are out of bounds)",
     )

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
 from polyattn import scopes
+from polyattn.requests import use_backend
 from polyattn.selection import Selection
 from polyattn.torch import dropin
 from polyattn.torch.dropin import scaled_dot_product_attention as attend
@@ -64,10 +66,12 @@ class _Router:
         self.depth = 0
         self.listeners: tuple[Listener, ...] = ()
         self.replaced: Any = None
+        self.scopes: tuple[str, ...] = ()  # for threads, which begin without any scope
 
-    def enter(self, listener: Listener | None) -> None:
+    def enter(self, listener: Listener | None, scope: str | None) -> None:
         with self.lock:
             self.depth += 1
+            self.scopes = (*self.scopes, scope or (self.scopes[-1] if self.scopes else ""))
             if listener is not None:
                 self.listeners = (*self.listeners, listener)
                 scopes.state.armed = True  # the recorders are part of what a call looks at
@@ -79,6 +83,7 @@ class _Router:
     def leave(self, listener: Listener | None) -> None:
         with self.lock:
             self.depth -= 1
+            self.scopes = self.scopes[:-1]
             if listener is not None:
                 kept = list(self.listeners)
                 kept.remove(listener)
@@ -136,6 +141,8 @@ def routed(
         return _foreign(
             arrays, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+    if _router.scopes and _router.scopes[-1] and scopes.current_scope() is None:
+        return _scoped(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _router.listeners:
         return _heard(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -176,6 +183,15 @@ def _foreign(
     return torch_sdpa(*args, **options)
 
 
+def _scoped(*args: Any) -> Any:
+    """Run under the routing's request, in a thread that began without it."""
+    before = scopes.enter(_router.scopes[-1])
+    try:
+        return routed(*args)
+    finally:
+        scopes.leave(before)
+
+
 def _heard(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> Any:
     """Run, and tell the listeners of this call only."""
     heard: list[Selection] = []
@@ -207,6 +223,7 @@ class route_sdpa(AbstractContextManager["route_sdpa"]):  # noqa: N801 - reads as
 
     Nests, may be entered again, holds for all threads; the outermost exit restores every
     reference. A `listener` hears what each call ran on (of compiled code: of this context).
+    A `request` holds in all threads that are under no request of their own.
 
     >>> import torch
     >>> before = torch.nn.functional.scaled_dot_product_attention
@@ -217,20 +234,32 @@ class route_sdpa(AbstractContextManager["route_sdpa"]):  # noqa: N801 - reads as
     True
     """
 
-    def __init__(self, listener: Listener | None = None) -> None:
-        self._listener = listener
+    def __init__(
+        self, listener: Listener | None = None, request: use_backend | None = None
+    ) -> None:
+        self._listener, self._request = listener, request
         self._tokens: list[Any] = []
 
     def __enter__(self) -> route_sdpa:
-        _router.enter(self._listener)
-        listens = self._listener is not None
+        scope = None
+        if self._request is not None:
+            self._request.__enter__()
+            scope = scopes.current_scope()
+        _router.enter(self._listener, scope)
         outer = scopes.recording.get(())
-        fresh = listens and not any(isinstance(r, _Compiled) for r in outer)
+        fresh = self._listener is not None and not any(isinstance(r, _Compiled) for r in outer)
         self._tokens.append(scopes.recording.set((*outer, _Compiled())) if fresh else None)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         token = self._tokens.pop()
         if token is not None:
             scopes.recording.reset(token)
         _router.leave(self._listener)
+        if self._request is not None:
+            self._request.__exit__(kind, error, trace)

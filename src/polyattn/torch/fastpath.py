@@ -35,8 +35,8 @@ def _compiled_check(*tensors: Tensor) -> Callable[..., bool] | None:
 
         return TensorGuards(  # type: ignore[no-any-return]
             *tensors,
-            dynamic_dims_sizes=[list(x.shape) for x in tensors],
-            dynamic_dims_strides=[list(x.stride()) for x in tensors],
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],  # type: ignore[misc]
+            dynamic_dims_strides=[list(x.stride()) for x in tensors],  # type: ignore[misc]
         ).check
     except (ImportError, TypeError, SystemError):
         return None

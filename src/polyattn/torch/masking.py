@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from polyattn.biases import Alibi, Bias
 from polyattn.errors import InvalidProblem
 from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed, Padding, PrefixLM, Segments
 from polyattn.payload import shape_of
-from polyattn.problem import Problem
 
 __all__ = [
     "Dims",
@@ -34,6 +33,21 @@ __all__ = [
 
 _STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})
 _CACHE_BYTES = 64 << 20
+
+
+class Sizes(Protocol):
+    """What masks and biases are checked against: a Problem, or symbolic sizes."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def q_len(self) -> int: ...
+    @property
+    def kv_len(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
 
 
 class Dims(NamedTuple):
@@ -102,7 +116,7 @@ def bind_mask(mask: Mask, device: torch.device) -> Mask:
     return mask if is_static(mask) else mask.map(move)
 
 
-def check_mask(mask: Mask, problem: Problem) -> None:
+def check_mask(mask: Mask, problem: Sizes) -> None:
     """Raise :class:`InvalidProblem` where an array of the mask does not fit the problem."""
     b, n, t, s = problem.batch, problem.heads, problem.q_len, problem.kv_len
     packed = problem.layout == "packed"
@@ -190,7 +204,7 @@ def _check_block_map(leaf: BlockMap, full: tuple[int, ...], packed: bool) -> Non
         )
 
 
-def _check_packed(leaf: Packed, problem: Problem) -> None:
+def _check_packed(leaf: Packed, problem: Sizes) -> None:
     for name, cu, total in (
         ("cu_q", leaf.cu_q, problem.q_len),
         ("cu_kv", leaf.cu_kv, problem.kv_len),
@@ -326,7 +340,7 @@ def dense_bias(bias: Bias, dims: Dims, dtype: torch.dtype) -> Tensor:
     return -slopes * distance.to(dtype)
 
 
-def check_bias(bias: Bias, problem: Problem, device: torch.device) -> None:
+def check_bias(bias: Bias, problem: Sizes, device: torch.device) -> None:
     """Raise :class:`InvalidProblem` where the bias does not fit the problem."""
     array = bias.payload
     if not isinstance(array, Tensor) or array.device != device:

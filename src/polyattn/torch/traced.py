@@ -9,7 +9,7 @@ range, and kernels take their sizes from the tensors.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch import Tensor
 from polyattn import scopes
 from polyattn.biases import Bias
 from polyattn.errors import InvalidProblem
-from polyattn.masks import Mask
+from polyattn.masks import Mask, Or, Packed
+from polyattn.payload import shape_of
 from polyattn.problem import MaskFacts, Problem
 from polyattn.simplify import simplify
 from polyattn.torch.empty import answer_empty
-from polyattn.torch.masking import bind_mask
+from polyattn.torch.masking import bind_mask, check_bias, check_mask
 from polyattn.torch.resolve import Plan, plan_for, wishes
 
 __all__ = ["attention"]
@@ -46,48 +47,91 @@ def attention(
     if q.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         cast = torch.get_autocast_dtype(kind)
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    if q.dim() != (3 if layout == "packed" else 4) or q.dim() != k.dim() or k.dim() != v.dim():
-        raise InvalidProblem(
-            f"got query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}, expected "
-            f"arrays laid out as {layout}."
-        )
-    t_dim, n_dim = {"BTNH": (1, 2), "BNTH": (2, 1)}.get(layout, (0, 1))
-    batch = q.shape[0] if layout != "packed" else 1
-    q_len, kv_len = q.shape[t_dim], k.shape[t_dim]
-    if mask is not None and not isinstance(mask, Mask):
-        raise InvalidProblem(
-            "got a mask that is no polyattn mask, expected e.g. polyattn.Dense(mask)."
-        )
-    if bias is not None and not isinstance(bias, Bias):
-        raise InvalidProblem(
-            "got a bias that is no polyattn bias, expected e.g. polyattn.DenseBias(b)."
-        )
-    if mask is not None and layout != "packed":
-        mask = simplify(mask, q_len, kv_len)
-    t_class, s_class = _classes(q_len, kv_len)
+    sizes = _sizes(q, k, v, layout, mask)
+    if mask is not None:
+        if layout != "packed":
+            mask = simplify(mask, sizes.q_len, sizes.kv_len)
+    if mask is not None:
+        mask = bind_mask(mask, q.device)
+        check_mask(mask, sizes)
+    if bias is not None:
+        _check_type("bias", bias, Bias)
+        check_bias(bias, sizes, q.device)
     grad = torch.is_grad_enabled()
     scope = _state.scope
     number = _resolve(
-        _class(batch), t_class, s_class, _exact(q.shape[n_dim]), _exact(k.shape[n_dim]),
-        _exact(q.shape[-1]), _exact(v.shape[-1]),
-        q.dtype, kind, layout,
+        _class(sizes.batch), *_classes(sizes.q_len, sizes.kv_len), _exact(sizes.heads),
+        _exact(sizes.kv_heads), _exact(q.shape[-1]), _exact(v.shape[-1]), q.dtype, kind, layout,
         None if mask is None else mask.signature, None if mask is None else mask.align,
         None if bias is None else bias.signature,
-        grad and bias is not None and bias.payload.requires_grad,
-        _text(scale), _text(softcap), _sink_count(sinks), grad and sinks is not None and sinks.requires_grad,
-        _text(dropout_p), grad and (q.requires_grad or k.requires_grad or v.requires_grad), return_lse,
+        grad and bias is not None and bias.payload.requires_grad, _text(scale), _text(softcap),
+        _sink_count(sinks), grad and sinks is not None and sinks.requires_grad, _text(dropout_p),
+        grad and (q.requires_grad or k.requires_grad or v.requires_grad), return_lse,
         deterministic, torch.are_deterministic_algorithms_enabled(),
-        q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1,
-        backend, None if scope is _state else scope, _local.traced, _local.module,
-        _state.forced, _state.epoch,
+        q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1, backend,
+        None if scope is _state else scope, _local.traced, _local.module, _state.forced,
+        _state.epoch,
     )  # fmt: skip
-    if mask is not None:
-        mask = bind_mask(mask, q.device)
-    if q_len == 0 or kv_len == 0 or batch == 0:
+    if sizes.batch == 0 or sizes.q_len == 0 or sizes.kv_len == 0:
         return answer_empty(layout, return_lse, q, k, v, sinks)
     if _state.recorder is not _state:
         torch.ops.polyattn.note(number)
     return getattr(_kernels, f"number_{number}")(q, k, v, mask, bias, sinks)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of one call, some of them symbolic."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    layout: str
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, layout: str, mask: Any) -> _Sizes:
+    """Check the shapes and return what they mean; a wrong call raises InvalidProblem."""
+    if mask is not None:
+        _check_type("mask", mask, Mask)
+    if layout not in ("BTNH", "BNTH", "packed"):
+        raise InvalidProblem(f"got layout={layout!r}, expected BTNH, BNTH or packed.")
+    rank = 3 if layout == "packed" else 4
+    if q.dim() == k.dim() == v.dim() == rank:
+        t, n = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
+        alike = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1]
+        if (
+            alike
+            and (layout == "packed" or q.shape[0] == k.shape[0])
+            and q.dtype == k.dtype == v.dtype
+        ):
+            batch = q.shape[0]
+            if layout == "packed":
+                batch = _sequences(mask)
+            return _Sizes(batch, q.shape[n], k.shape[n], q.shape[t], k.shape[t], layout)
+    raise InvalidProblem(
+        f"got query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)} {k.dtype}, value "
+        f"{tuple(v.shape)} {v.dtype}, expected one dtype and shapes that fit, laid out as {layout}."
+    )
+
+
+def _sequences(mask: Any) -> int:
+    packed = (
+        [leaf for leaf in mask.leaves() if isinstance(leaf, Packed)] if mask is not None else []
+    )
+    if len(packed) != 1 or isinstance(mask, Or):
+        raise InvalidProblem(
+            'got layout="packed" without exactly one Packed(cu_q, cu_kv) joined by &, expected it.'
+        )
+    return shape_of(packed[0].cu_q)[0] - 1
+
+
+def _check_type(name: str, value: Any, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise InvalidProblem(
+            f"got {name} of type {type(value).__name__}, expected a polyattn {expected.__name__}; "
+            "wrap arrays as polyattn.Dense(...) or polyattn.DenseBias(...)."
+        )
 
 
 def _class(size: int) -> int:
