@@ -202,7 +202,9 @@ def test_a_backend_that_lies_is_refused_with_the_reason(name: str, tmp_path: Pat
     assert said.count(expected) >= 2, said
 
 
-def test_a_lying_backend_in_an_allow_list_raises_rather_than_being_passed_over(tmp_path: Path) -> None:
+def test_a_lying_backend_in_an_allow_list_raises_rather_than_being_passed_over(
+    tmp_path: Path,
+) -> None:
     source, _ = FALSE_PROBES["probe_lies"]
     plug_in(tmp_path, "probe_lies", source)
     program = """

@@ -132,6 +132,7 @@ class Registry:
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         """Return the names that stand for several backends."""
+        self.discover()
         return dict(self._groups)
 
     def __iter__(self) -> Iterator[Backend]:

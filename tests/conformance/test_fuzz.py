@@ -1,5 +1,6 @@
 """The hunter is hunted: planted liars are caught, lines reproduce, Ctrl-C keeps what was done."""
 
+import itertools
 import json
 import shlex
 import signal
@@ -21,6 +22,7 @@ from polyattn.registry import Available, Backend, registry
 
 Spoil = Callable[[Problem, Any, tuple[Any, ...]], Any]
 Plant = Callable[..., str]
+_numbers = itertools.count()  # names are not used twice in a process
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def plant() -> Iterator[Plant]:
 
             return prepare_spoilt
 
-        name = f"planted_{len(planted)}"
+        name = f"planted_{next(_numbers)}"
         can = replace(reference.capabilities, **declared)
         registry.register(Backend(name, "torch", can, lambda: Available("1"), load))
         planted.append(name)

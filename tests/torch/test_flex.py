@@ -330,8 +330,8 @@ def test_other_contents_lengths_and_windows_compile_little(monkeypatch):
         check_compiled(*arrays(t=150, s=170), mask=mask)
     assert len(made) == 1
     for i in range(8):
-        mask = Padding([150, 90], [170, 3 * i]) & Window(left=15 + i, right=i)
-        check_compiled(*arrays(t=150 + 9 * i, s=170 + 5 * i), mask=mask)
+        mask = Padding([150, 90], [170, 3 * i]) & Window(left=20)
+        check_compiled(*arrays(t=150 + 9 * i, s=170 + 31 * i), mask=mask)
     assert len(made) <= 4
 
 
@@ -347,36 +347,11 @@ def test_the_compilers_limit_neither_fails_nor_falls_back(monkeypatch):
     assert len(made) >= 2
 
 
-@slow
-@compiles_here
-def test_traced_by_the_callers_compiler():
-    torch.manual_seed(14)
-    q, k, v = arrays(t=30, s=40)
-    lengths = torch.tensor([40, 7])
-
-    @torch.compile(fullgraph=True)
-    def model(q, k, v, lengths):
-        mask = Causal() & Padding(None, lengths)
-        return (
-            attention(q * 2, k, v, mask=mask, softcap=2.0, sinks=q[0, 0, :, 0], backend="flex") + 1
-        )
-
-    with torch.no_grad():
-        got = model(q, k, v, lengths)
-    mask = Causal() & Padding(None, lengths)
-    want = (
-        attention(q * 2, k, v, mask=mask, softcap=2.0, sinks=q[0, 0, :, 0], backend="reference") + 1
-    )
-    agree(got, want.double(), torch.float32)
-
-
-def test_traced_calls_that_flex_cannot_compile_are_refused():
+def test_calls_traced_by_the_callers_compiler_are_refused():
     facts = {"batch": 1, "q_len": 8, "kv_len": 8, "heads": 2, "kv_heads": 2, "head_dim": 8}
     problem = Problem(compiled=True, **facts)
-    assert not registry["flex"].check(problem)
-    for unable in ({"lse": True}, {"grad": True}, {"dtype": "float64"}):
-        assert registry["flex"].check(problem.with_(**unable))
-        assert not registry["flex"].check(problem.with_(compiled=False, **unable))
+    assert registry["flex"].check(problem)
+    assert not registry["flex"].check(problem.with_(compiled=False))
 
 
 def test_dropout_is_refused():

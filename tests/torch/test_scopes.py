@@ -14,10 +14,11 @@ from polyattn import (
     UnknownBackend,
     Unsupported,
     record_selections,
+    scopes,
+    selector,
     set_backend,
     use_backend,
 )
-from polyattn import scopes, selector
 from polyattn.selection import Source
 from polyattn.torch import attention, explain
 from polyattn.torch import scaled_dot_product_attention as sdpa
@@ -244,20 +245,20 @@ def test_module_policies_by_pattern() -> None:
 
 def test_inner_module_policies_win_and_none_is_automatic_again() -> None:
     model = Model()
-    with set_backend(model, {"": "reference", "blocks.1": "sdpa_math", "head": None}):
-        with record_selections() as ran:
-            model(Q)
+    policy = {"": "reference", "blocks.1": "sdpa_math", "head": None}
+    with set_backend(model, policy), record_selections() as ran:
+        model(Q)
     assert [r.backend for r in ran] == ["reference", "sdpa_math", "reference", "sdpa_flash"]
 
 
 def test_module_policy_ends_with_an_exception_in_forward() -> None:
     class Broken(torch.nn.Module):
         def forward(self) -> None:
-            raise ValueError
+            raise ValueError("broken")
 
     broken = Broken()
     with set_backend(broken, "reference"):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="broken"):
             broken()
         assert scopes.local.module is None
 

@@ -180,16 +180,15 @@ def _flex() -> Backend:
         devices={"cpu"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
-        deterministic_backward=True, strided=True, compiled=True,
+        deterministic_backward=True, strided=True,
     )  # fmt: skip
     cuda = Capabilities(  # read in torch's source, not run on a GPU
         devices={"cuda"}, dtypes=HALVES | {"float32"}, head_dims=(16, 256, 1), archs=(75, 121),
         masks=ALL_MASKS, layouts=LAYOUTS, biases=BIASES, scale=True, softcap=True, sinks=True,
         gqa=True, value_dim=True, lse=True, backward=True, deterministic=True, strided=True,
-        compiled=True,
     )  # fmt: skip
     return Backend(
-        "flex", "torch", (cpu, cuda), _flex_probe, _loader("flex"), _flex_extra, "torch",
+        "flex", "torch", (cpu, cuda), _flex_probe, _loader("flex"), None, "torch",
         "torch's FlexAttention; large problems are compiled for their class and skip masked "
         "blocks, small ones (and on CPUs lse, gradients and float64) run its unfused form, which "
         "materialises the scores",
@@ -210,22 +209,9 @@ def _flex_probe() -> Probe:
     return Available(found.version, detail, devices)
 
 
-def _flex_extra(p: Problem) -> Iterator[Reason]:
-    if not (p.compiled and p.device == "cpu"):
-        return
-    inside = "inside torch.compile on CPUs"
-    if p.dtype == "float64":
-        yield Reason("dtype", f"float64 {inside}", "float32 and halves", "call it uncompiled")
-    if p.lse:
-        yield Reason("lse", f"return_lse=True {inside}", "no lse", "call it uncompiled")
-    if p.grad or p.bias_grad or p.sinks_grad:
-        yield Reason("backward", f"gradients {inside}", "inference", "call it uncompiled")
-
-
 def _flex_choices(p: Problem) -> list[dict[str, bool]]:
     unfused = p.lse or p.grad or p.bias_grad or p.sinks_grad or p.dtype == "float64"
-    fixed = p.compiled or (p.device == "cpu" and unfused)
-    return [] if fixed else [{"compile": True}, {"compile": False}]
+    return [] if p.device == "cpu" and unfused else [{"compile": True}, {"compile": False}]
 
 
 def _has_flex(torch: Any) -> str | None:

@@ -157,7 +157,8 @@ def _types(mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, dropout_p
         )
         raise InvalidProblem(f"got bias of type {type(bias).__name__}, expected a Bias; {hint}.")
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        if number is not None and (
+        required = name == "dropout_p"
+        if (required or number is not None) and (
             isinstance(number, bool) or not isinstance(number, (int, float))
         ):
             raise InvalidProblem(f"got {name}={number!r}, expected a Python number.")

@@ -187,7 +187,8 @@ def _shapes_beyond(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> bool:
         else q.shape[-3] == k.shape[-3]
     )
     alike = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and k.shape[-2] == v.shape[-2]
-    return not (heads and alike and q.shape[-1] == k.shape[-1] and q.shape[-1] > 0 and k.shape[-3])
+    sized = min(q.shape[-1], v.shape[-1], k.shape[-3]) > 0
+    return not (heads and alike and sized and q.shape[-1] == k.shape[-1])
 
 
 def _mask_beyond(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> str | None:

@@ -4,8 +4,8 @@ A problem takes one of two routes, both FlexAttention's own, both on the same ma
 functions (the mask's is `Mask.allows`, the one definition):
 
 - *compiled*: from :data:`COMPILE_FROM` on, where compiling (4 to 7 s on a CPU) is worth it and
-  possible. One function for each class of problems, compiled for symbolic lengths, so that other
-  lengths and other contents of masks and biases meet code that is there.
+  possible. One function for each class of problems; other contents of masks and biases meet
+  code that is there, and so do other lengths unless the mask or the bias has arrays of them.
 - *eager*: FlexAttention's unfused implementation, called directly: torch's public way to it
   compiles again for each new shape (0.4 s), warns, refuses gradients, and rounds probabilities
   to the input's dtype. It materialises the scores; without gradients a few rows at a time.
@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from polyattn.masks import Mask
 from polyattn.problem import Problem
 from polyattn.torch.backends.flex.blocks import Blocks, block_cache, build, rows_at_once
-from polyattn.torch.backends.flex.routes import Result, compiled, eager, native
+from polyattn.torch.backends.flex.routes import Klass, Result, compiled, eager
 from polyattn.torch.backends.flex.terms import Spec, Terms, bias_rows, sink_rows, token_tables
 from polyattn.torch.isolation import hide, is_readable, mend
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth
@@ -72,8 +72,6 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
 
 def wants_compiling(problem: Problem, config: Mapping[str, Any]) -> bool:
     """Say whether the problem goes to compiled code: it can, and it is told to or large."""
-    if problem.compiled:
-        return True  # the caller's compiler takes it in
     if problem.device == "cpu" and (problem.lse or _trains(problem) or problem.dtype == "float64"):
         return False  # compiled FlexAttention on CPUs has neither lse, gradients nor float64
     pairs = problem.batch if problem.layout != "packed" else 1
@@ -116,14 +114,13 @@ class _Attend:
         self.problem, self.trains = problem, _trains(problem)
         self.spec = Spec.of(problem)
         self.compiles = wants_compiling(problem, config)
-        self.block, self.klass = _block_size(problem), _klass(problem)
+        self.block = _block_size(problem)
+        self.klass = _klass(problem, self.spec, self.block)
         self.packed = problem.layout == "packed"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any) -> Result:
         if not self.trains:  # FlexAttention refuses inputs that could have gradients, also unused
             q, k, v = q.detach(), k.detach(), v.detach()
-        if self.problem.compiled:
-            return self._attend(q, k, v, mask, bias, sinks)
         grad = torch.enable_grad() if self.trains else torch.no_grad()
         with grad, torch.autocast(q.device.type, enabled=False):  # neither is to recompile
             return self._attend(q, k, v, mask, bias, sinks)
@@ -143,11 +140,7 @@ class _Attend:
             if terms.sinks is not None:
                 k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
             tensors = None if blocks is None else blocks.tensors
-            if self.problem.compiled:
-                return native(self.spec, self.block, q, k, v, terms, tensors)
-            ones = dims.q_len == 1, dims.kv_len == 1, dims.batch == 1
-            code = compiled(self.spec, self.block, self.klass, ones)
-            return code(q, k, v, terms, tensors)
+            return compiled(self.klass)(q, k, v, terms, tensors)
 
         if mask is None or not readable:
             return run(q, k, v)
@@ -171,8 +164,6 @@ class _Attend:
         )
 
     def _blocks(self, mask: Mask, terms: Terms, dims: Dims, device: torch.device) -> Blocks:
-        if self.problem.compiled:
-            return build(terms, dims, self.block, device, None)
         key = (mask.signature, dims, terms.sinks is None, self.block, device)
 
         def make() -> Blocks:
@@ -191,11 +182,21 @@ def _block_size(problem: Problem) -> tuple[int, int]:
     return 128, 128
 
 
-def _klass(problem: Problem) -> tuple[Any, ...]:
-    """Return what distinguishes compiled code, lengths and sizes of arrays apart."""
-    mask = re.sub(r"\d+(x\d+)*", "#", problem.mask.signature) if problem.mask else None
-    bias = re.sub(r"\d+(x\d+)*", "#", problem.bias) if problem.bias else None
-    return (
-        problem.device, problem.dtype, problem.layout, problem.heads, problem.kv_heads,
-        problem.head_dim, problem.value_dim, mask, bias, problem.sinks > 0, _trains(problem),
-    )  # fmt: skip
+def _klass(problem: Problem, spec: Spec, block: tuple[int, int]) -> Klass:
+    """Return the class of problems that share code.
+
+    Torch (2.13) writes code for CPUs by replacing the names of symbols in it, and hits names that
+    begin alike: it does not compile, or computes something else. So no symbol may reach the mask
+    and score functions: numbers in masks are constants, and lengths are symbols only where no
+    array in these functions has them in its shape.
+    """
+    mask, bias = problem.mask, problem.bias or ""
+    long = mask is not None and mask.kinds & _LONG_MASKS
+    symbolic = problem.device == "cpu" and not long and not bias.startswith("DenseBias")
+    facts = problem.with_(contiguous=True)
+    if symbolic:
+        facts = facts.with_(q_len=min(problem.q_len, 2), kv_len=min(problem.kv_len, 2))
+    return Klass(spec, block, facts, symbolic)
+
+
+_LONG_MASKS = frozenset({"BlockMap", "Dense", "Packed", "Segments"})

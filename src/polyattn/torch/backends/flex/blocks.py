@@ -56,15 +56,12 @@ def rows_at_once(terms: Terms, dims: Dims, block: tuple[int, int], device: torch
 
 
 def build(
-    terms: Terms, dims: Dims, block: tuple[int, int], device: torch.device, rows: int | None
+    terms: Terms, dims: Dims, block: tuple[int, int], device: torch.device, rows: int
 ) -> Blocks:
-    """Count the visible pairs of each block, `rows` queries at a time, never all pairs at once.
-
-    `rows` None looks at all of them: lengths may be symbols.
-    """
+    """Count the visible pairs of each block, `rows` queries at a time, never all pairs at once."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    cuts = [0, dims.q_len] if rows is None else [*range(0, dims.q_len, rows), dims.q_len]
+    cuts = [*range(0, dims.q_len, rows), dims.q_len]
     parts = [
         _count(terms, dims, block, device, start, stop) for start, stop in itertools.pairwise(cuts)
     ]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from polyattn.problem import Problem
 from polyattn.torch.backends.flex.terms import Spec, Terms, mods
 
-__all__ = ["Result", "compiled", "eager", "native"]
+__all__ = ["Klass", "Result", "compiled", "eager"]
 
 _EAGER_SCORES = 1 << 26  # scores held at once by the eager route where no gradient needs them all
 
@@ -69,7 +72,7 @@ def _eager_rows(
     return out, lse * math.log(2)  # it counts in powers of two
 
 
-def native(
+def _native(
     spec: Spec,
     block: tuple[int, int],
     q: Tensor,
@@ -97,10 +100,20 @@ def native(
     return (result[0], result[1].lse) if spec.lse else (result, None)
 
 
+@dataclass(frozen=True)
+class Klass:
+    """Problems that share code. `symbolic`: of any lengths, which `facts` then leaves out."""
+
+    spec: Spec
+    block: tuple[int, int]
+    facts: Problem
+    symbolic: bool
+
+
 @functools.lru_cache(maxsize=128)
-def compiled(spec: Spec, block: tuple[int, int], klass: tuple[Any, ...], one: Any) -> _Compiled:
-    """Return the code of a class; `one` says which sizes are 1, which compilers set apart."""
-    return _Compiled(spec, block, klass[0])
+def compiled(klass: Klass) -> _Compiled:
+    """Return the code of a class; it is compiled at its first call."""
+    return _Compiled(klass)
 
 
 class _Compiled:
@@ -108,33 +121,42 @@ class _Compiled:
 
     The compiler keeps what it made by code object and stops after some (8) for one; a function
     with a code object of its own has them to itself, and when they are used up, a fresh one
-    takes over instead of failing. On CPUs lengths are symbolic from the start; elsewhere as
-    torch decides (static first), which is the way its kernels for GPUs are used most.
+    takes over instead of failing.
     """
 
-    def __init__(self, spec: Spec, block: tuple[int, int], device: str) -> None:
-        self._spec, self._block, self._dynamic = spec, block, True if device == "cpu" else None
+    def __init__(self, klass: Klass) -> None:
+        self._klass = klass
         self._run = self._fresh()
 
     def _fresh(self) -> Callable[..., Result]:
-        spec, block = self._spec, self._block
+        spec, block = self._klass.spec, self._klass.block
 
         def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, blocks: Any) -> Result:
-            return native(spec, block, q, k, v, terms, blocks)
+            return _native(spec, block, q, k, v, terms, blocks)
 
-        name = f"flex_{id(self):x}_{id(attend):x}"
-        own = types.FunctionType(
-            attend.__code__.replace(co_name=name),
-            attend.__globals__,
-            name,
-            None,
-            attend.__closure__,
-        )
-        return torch.compile(own, fullgraph=True, dynamic=self._dynamic)
+        code = attend.__code__.replace(co_name=f"flex_{next(_numbers)}")
+        own = types.FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
+        return torch.compile(own, fullgraph=True, dynamic=False)
 
-    def __call__(self, *arguments: Any) -> Result:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, blocks: Any) -> Result:
+        if self._klass.symbolic:
+            q, k, v = (_of_any_length(x, (2,)) for x in (q, k, v))
+            if blocks is not None:
+                blocks = tuple(_of_any_length(x, (2, 3)[: x.dim() - 2]) for x in blocks)
         try:
-            return self._run(*arguments)
+            return self._run(q, k, v, terms, blocks)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             self._run = self._fresh()
-            return self._run(*arguments)
+            return self._run(q, k, v, terms, blocks)
+
+
+_numbers = itertools.count()
+
+
+def _of_any_length(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return a view of `x` whose dims the compiler may take for symbols."""
+    x = x.view_as(x)  # the mark is an attribute, which the caller's tensor shall not get
+    for dim in dims:
+        if x.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x

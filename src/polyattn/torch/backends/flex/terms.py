@@ -47,8 +47,7 @@ class Tables(NamedTuple):
 class Terms(NamedTuple):
     """What a call brings beside q, k, v. `bias` (or slopes) and `sinks` broadcast to (B, N, T, S).
 
-    Numbers are arrays too: compilers would make symbols of them, which FlexAttention refuses (of
-    floats, of sums) or gets wrong (torch 2.13 on CPUs, lengths in a score function).
+    Numbers are arrays too: compilers would make symbols of lengths, which torch 2.13 gets wrong.
     """
 
     mask: Mask | None

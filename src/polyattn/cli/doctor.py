@@ -1,0 +1,221 @@
+"""``polyattn doctor``: what is here, what is not and how to get it, and what is amiss."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import polyattn
+from polyattn import settings, tables
+from polyattn.cli.arguments import parser
+from polyattn.cli.printing import console, emit_json, table
+from polyattn.errors import PolyattnError, SettingsError
+from polyattn.registry import Available, registry
+
+__all__ = ["main"]
+
+SUMMARY = """Every backend: available or why not, its version, how to get it; torch, the device, the
+instruction sets, the tuning table, the settings. Exit code 1 if something that was asked for is
+amiss: a backend named here or in POLYATTN_BACKEND, a setting, a plugin, the cache directory."""
+
+_ISA = (
+    "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile",
+    "amx_bf16", "neon", "asimd", "bf16", "sve", "sve2",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Examine; returns 0 when all that was asked for is fine, 1 when not."""
+    options = _parser().parse_args(argv)
+    amiss: list[str] = []
+    report: dict[str, Any] = {"polyattn": polyattn.__version__, "python": platform.python_version()}
+    report["settings"] = _settings(amiss)
+    report["torch"] = _guarded(_torch, amiss)
+    report["cpu"] = _cpu()
+    report["backends"] = _backends()
+    _check_asked(options.backends, report["backends"], amiss)
+    report["tuning"] = _guarded(lambda: _tuning(amiss), amiss)
+    report["plugin_faults"] = dict(registry.faults)
+    amiss += [f"plugin {name}: {fault}" for name, fault in registry.faults.items()]
+    report["amiss"] = list(dict.fromkeys(amiss))
+    if options.json:
+        emit_json(report, options.json)
+    else:
+        _print(report)
+    return 1 if amiss else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser("doctor", SUMMARY)
+    made.add_argument("backends", nargs="*", metavar="BACKEND", help="backends that must be available")
+    return made
+
+
+def _guarded(examine: Callable[[], Any], amiss: list[str]) -> Any:
+    """A part that cannot be examined is a finding, never the end of the examination."""
+    try:
+        return examine()
+    except Exception as error:
+        amiss.append(f"{type(error).__name__}: {error}")
+        return {"error": str(error)}
+
+
+def _settings(amiss: list[str]) -> dict[str, Any]:
+    try:
+        now = settings.current()
+    except SettingsError as error:
+        amiss.append(str(error))
+        return {"error": str(error)}
+    return {
+        "POLYATTN_BACKEND": now.backend, "POLYATTN_ON_UNSUPPORTED": now.on_unsupported,
+        "POLYATTN_CACHE_DIR": str(now.cache_dir), "POLYATTN_TUNING": "on" if now.tuning else "off",
+        "POLYATTN_PLUGINS": "on" if now.plugins else "off",
+    }  # fmt: skip
+
+
+def _torch() -> dict[str, Any] | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "version": torch.__version__,
+        "build": f"cuda {torch.version.cuda}" if torch.version.cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "devices": ["cpu", *([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [])],
+    }  # fmt: skip
+
+
+def _cpu() -> dict[str, Any]:
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                found.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    flags = set((found.get("flags") or found.get("Features") or "").split())
+    return {
+        "model": found.get("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "instruction_sets": [flag for flag in _ISA if flag in flags],
+    }
+
+
+def _backends() -> list[dict[str, Any]]:
+    try:
+        names = registry.names()
+    except PolyattnError:  # a bad setting keeps plugins away; what is in the tree is known
+        names = registry.names()
+    return [_backend(name) for name in names]
+
+
+def _backend(name: str) -> dict[str, Any]:
+    backend, probe = registry[name], registry.probe(name)
+    row: dict[str, Any] = {
+        "name": name, "framework": backend.framework, "available": isinstance(probe, Available),
+        "summary": backend.summary,
+    }  # fmt: skip
+    if isinstance(probe, Available):
+        devices = sorted(probe.devices or ())
+        return row | {"version": probe.version, "detail": probe.detail, "devices": devices}
+    return row | {"reason": probe.reason, "how_to_get_it": probe.how_to_get_it}
+
+
+def _check_asked(named: Sequence[str], rows: list[dict[str, Any]], amiss: list[str]) -> None:
+    """Add what was asked for, here or in the environment, and is not there."""
+    by_name = {row["name"]: row for row in rows}
+    wanted = [(name, "asked for") for name in named]
+    try:
+        env = settings.current().backend
+        wanted += [(env, "POLYATTN_BACKEND asks for")] if env else []
+    except SettingsError:
+        pass
+    for name, asked in wanted:
+        here = asked == "asked for"
+        try:
+            expanded = registry.expand(name, asked_by="backend" if here else "POLYATTN_BACKEND")
+        except PolyattnError as error:
+            if here:
+                raise  # used wrongly
+            amiss.append(str(error))
+            continue
+        lacking = [by_name[one] for one in expanded if not by_name[one]["available"]]
+        if len(lacking) == len(expanded):
+            row = lacking[0]
+            amiss.append(f"{asked} {name}: {row['reason']}; {row['how_to_get_it']}")
+
+
+def _tuning(amiss: list[str]) -> dict[str, Any]:
+    known = tables.table()
+    rows = known.rows()
+    cache = settings.current().cache_dir
+    persistent, notices = known.persistent, list(known.notices)
+    amiss += [f"tuning table: {line}" for line in notices]
+    writable = _writable(cache)
+    if not writable and not notices:
+        amiss.append(f"the cache directory {cache} cannot be written; measured times will not last")
+    here = None
+    if importlib.util.find_spec("torch") is not None:
+        from polyattn.torch.resolve import device_description, library_versions
+
+        mine = device_description("cpu"), library_versions()
+        here = sum((key.device, key.versions) == mine for key, _ in rows)
+    return {
+        "path": str(known.path), "exists": known.path.exists(), "writable": writable,
+        "persistent": persistent, "rows": len(rows), "rows_of_this_cpu_and_torch": here,
+        "notices": notices,
+    }  # fmt: skip
+
+
+def _writable(directory: Path) -> bool:
+    """Whether the directory, or the first of its parents that is there, can be written."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return directory.is_dir() and os.access(directory, os.W_OK)
+
+
+def _print(report: dict[str, Any]) -> None:
+    out = console()
+    torch, cpu, tuning = report["torch"], report["cpu"], report["tuning"]
+    rows = [("polyattn", f"{report['polyattn']}, Python {report['python']}")]
+    if torch is None:
+        rows.append(("torch", "not installed: pip install 'polyattn[torch]'"))
+    elif "error" in torch:
+        rows.append(("torch", f"installed, but it cannot be imported: {torch['error']}"))
+    else:
+        rows.append(
+            ("torch", f"{torch['version']} ({torch['build']}), {torch['threads']} threads, "
+                      f"{torch['instruction_set']}; devices: {', '.join(torch['devices'])}")
+        )  # fmt: skip
+    sets = ", ".join(cpu["instruction_sets"]) or "unknown"
+    rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores: {sets}"))
+    if "error" not in tuning:
+        lasting = "" if tuning["persistent"] and tuning["writable"] else ", not lasting"
+        here = tuning["rows_of_this_cpu_and_torch"]
+        mine = f" ({here} of this cpu and torch)" if here is not None else ""
+        rows.append(("tuning table", f"{tuning['path']}: {tuning['rows']} rows{mine}{lasting}"))
+    for name, value in report["settings"].items():
+        rows.append((name, "not set" if value is None else str(value)))
+    out.print(table(("", "*"), rows))
+    out.print()
+    out.print(table(("backend", "here", "version", "what it is, or how to get it*"), map(_row, report["backends"])))
+    if report["amiss"]:
+        out.print("\namiss:")
+        for line in report["amiss"]:
+            out.print(f"- {line}", markup=False)
+
+
+def _row(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    if row["available"]:
+        detail = f" ({row['detail']})" if row["detail"] else ""
+        return row["name"], "yes", f"{row['version']} [{', '.join(row['devices'])}]", row["summary"] + detail
+    return row["name"], "no", "", f"{row['summary']}. {row['reason']}; {row['how_to_get_it']}"

@@ -1,0 +1,248 @@
+"""``polyattn tune``: measure a program's attention problems, and look after the table of times."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from polyattn.cli.arguments import number, parser, split_program
+from polyattn.cli.printing import console, emit_json, note, seconds, table
+from polyattn.cli.program import check_program
+from polyattn.errors import PolyattnError
+from polyattn.registry import registry
+
+if TYPE_CHECKING:
+    from polyattn.integrations.recording import Record
+    from polyattn.measure.results import TuningResult
+    from polyattn.measure.tune import Progress
+
+__all__ = ["main", "print_result", "progress_bar"]
+
+SUMMARY = """Run a program, record its attention problems, time every capable backend on each
+(checked against the float64 reference first), and store the times in the tuning table, from
+which later choices are made. Times never override a request. Ctrl-C keeps what is done."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tune, or manage the table; returns 0, 1 when something was left without a time, or 130."""
+    made = _parser()
+    ours, program = split_program(made, argv)
+    options = made.parse_args(ours)
+    managing = [name for name in _MANAGE if getattr(options, name) is not None]
+    if managing:
+        if program or options.from_record or len(managing) > 1:
+            raise PolyattnError(
+                f"got --{managing[0].removesuffix('_')} together with something else to do, "
+                "expected one thing at a time."
+            )
+        return _MANAGE[managing[0]](options)
+    if options.from_record and program:
+        raise PolyattnError("got --from-record and a program, expected one of them.")
+    if not options.from_record:
+        check_program(program)
+    return _tune(options, program)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser("tune", SUMMARY, usage="polyattn tune [options] SCRIPT [ARGS] | -m MODULE [ARGS]")
+    made.add_argument("--from-record", metavar="FILE", help="tune what `polyattn run --record FILE` wrote")
+    made.add_argument("--record", metavar="FILE", help="write the recorded problems too")
+    made.add_argument("--rounds", type=number("rounds", 5, 1000), default=5, metavar="N",
+                      help="rounds of every measurement, at least 5")  # fmt: skip
+    made.add_argument("--prepare-limit", type=number("seconds", 1), default=60.0, metavar="SECONDS",
+                      help="for one candidate to compile, be checked and warm up (default 60)")  # fmt: skip
+    made.add_argument("--prepare-total", type=number("seconds", 0), default=600.0, metavar="SECONDS",
+                      help="for all candidates that are slow to get ready (default 600)")  # fmt: skip
+    manage = made.add_argument_group("the table")
+    manage.add_argument("--show", action="store_const", const=True, help="print its rows")
+    manage.add_argument("--export", metavar="FILE", help="write its rows as JSON")
+    manage.add_argument("--import", dest="import_", metavar="FILE", help="take the rows of an export")
+    manage.add_argument("--merge", metavar="FILE", help="take the rows of another table's file")
+    manage.add_argument("--forget", metavar="all|backend=NAME|device=TEXT", help="delete rows")
+    return made
+
+
+def _show(options: argparse.Namespace) -> int:
+    rows = _table().rows()
+    if options.json:
+        plain = [{**_fields(key), **_fields(one)} for key, one in rows]
+        emit_json(json.loads(json.dumps(plain).replace("Infinity", "null")), options.json)
+        return 0
+    from polyattn.problem import Problem
+
+    printed = [
+        (
+            Problem.from_json(key.problem), one.backend, "" if one.config == "{}" else one.config,
+            seconds(one.median_s) if one.verified else "", "yes" if one.verified else "WRONG",
+            f"{key.device}; {key.versions}", one.measured_at[:19],
+        )
+        for key, one in rows
+    ]  # fmt: skip
+    out = console()
+    columns = ("problem class*", "backend", "config", "median>", "right", "device and versions*", "measured (UTC)")
+    out.print(table(columns, printed, f"{len(rows)} rows in {_table().path}"))
+    for line in _table().notices:
+        note(f"tuning table: {line}")
+    return 0
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _export(options: argparse.Namespace) -> int:
+    count = _table().export_json(options.export)
+    return _said(options, f"{count} rows written to {options.export}", count)
+
+
+def _import(options: argparse.Namespace) -> int:
+    count = _table().import_json(options.import_)
+    return _said(options, f"{count} rows of {options.import_} are new or newer; taken", count)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    count = _table().merge(options.merge)
+    return _said(options, f"{count} rows of {options.merge} are new or newer; taken", count)
+
+
+def _forget(options: argparse.Namespace) -> int:
+    what, _, value = options.forget.partition("=")
+    if options.forget != "all" and (what not in ("backend", "device") or not value):
+        raise PolyattnError(f"got --forget {options.forget!r}, expected all, backend=NAME or device=TEXT.")
+    if what == "backend":
+        value = registry.known(value, asked_by="--forget backend")
+    count = _table().forget(**({what: value} if value else {}))
+    return _said(options, f"{count} rows deleted", count)
+
+
+_MANAGE: dict[str, Any] = {
+    "show": _show, "export": _export, "import_": _import, "merge": _merge, "forget": _forget,
+}  # fmt: skip
+
+
+def _table() -> Any:
+    from polyattn import tables
+
+    return tables.table()
+
+
+def _said(options: argparse.Namespace, message: str, count: int) -> int:
+    table_ = _table()
+    if options.json:
+        emit_json({"rows": count, "path": str(table_.path), "notices": table_.notices}, options.json)
+    else:
+        print(message)
+        for line in table_.notices:
+            note(f"tuning table: {line}")
+    return 0 if table_.persistent else 1
+
+
+def _tune(options: argparse.Namespace, program: list[str]) -> int:
+    record, code = _recorded(options, program)
+    if code == 130:
+        return 130
+    if not record.cases:
+        note("polyattn tune: the program had no attention problem that polyattn models; nothing to do")
+        return 1
+    from polyattn.measure.tune import Bounds, tune
+
+    bounds = Bounds(int(options.rounds), options.prepare_limit, options.prepare_total)
+    with progress_bar("tuning") as report:
+        result = tune(record.cases, bounds=bounds, progress=report)
+    if options.json:
+        emit_json({**result.to_dict(), "program_exit_code": code}, options.json)
+    else:
+        print_result(result)
+    for line in _table().notices:
+        note(f"tuning table: {line}")
+    if code:
+        note(f"polyattn tune: the program ended with exit code {code}; tuned what it did before")
+    if result.interrupted:
+        note(f"interrupted: {len(result.classes)} of {result.total_classes} classes are measured and kept")
+        return 130
+    complete = all(any(row.verified for row in one.rows) for one in result.classes)
+    return 0 if complete and not code and _table().persistent else 1
+
+
+def _recorded(options: argparse.Namespace, program: list[str]) -> tuple[Record, int]:
+    from polyattn.integrations.recording import read_record, write_record
+
+    if options.from_record:
+        return read_record(options.from_record), 0
+    from polyattn.cli.run import record_program
+
+    asked = argparse.Namespace(backend=[], never=[], on_unsupported=None)
+    code, recorder = record_program(program, asked)
+    record = recorder.record(program)
+    if options.record:
+        write_record(record, options.record)
+    return record, code
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Progress]:
+    """Show a bar on stderr while the block lasts; yields what reports progress."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(), TextColumn("{task.description}"),
+    )  # fmt: skip
+    out = console(error=True)
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(done: int, total: int, doing: str) -> None:
+            bar.update(task, completed=done, total=total, description=doing[:80])
+
+        yield report
+
+
+def print_result(result: TuningResult) -> None:
+    """Print, for each case, every candidate, and the regret of the choices."""
+    out = console()
+    for case in result.cases:
+        fastest = min((t.median_s for t in case.timed if t.median_s), default=None)
+        rows = []
+        for timed in sorted(case.timed, key=lambda t: (t.median_s is None, t.median_s or 0)):
+            ratio = f"{timed.median_s / fastest:.2f}" if timed.median_s and fastest else ""
+            spread = f"{seconds(timed.min_s)} - {seconds(timed.max_s)}" if timed.median_s else ""
+            mark = "chosen" if timed.label == case.chosen else ""
+            error = f"{timed.error:.1e} of {timed.tolerance:.1e}" if timed.tolerance else ""
+            right = "yes" if timed.verified else "WRONG" if timed.status == "wrong" else ""
+            rows.append(
+                (timed.label, seconds(timed.median_s), spread, ratio, seconds(timed.forward_s), right,
+                 error, mark, timed.note or ("" if timed.status == "ok" else timed.status))
+            )  # fmt: skip
+        columns = ("backend", "median>", "min - max", "ratio>", "forward>", "right", "error", "", "note*")
+        out.print(f"[bold]{case.problem}[/bold]  ({case.calls} calls)", markup=True)
+        if case.skipped:
+            out.print(f"not measured: {case.skipped}")
+        out.print(table(columns, rows))
+        out.print(_verdict(case))
+        out.print()
+    _print_regret(out, result)
+
+
+def _verdict(case: Any) -> str:
+    if case.regret is None:
+        return "no choice could be measured"
+    low, high = case.regret_range
+    busy = f"; others took up to {case.foreign:.0%} of the cores" if case.foreign > 0.06 else ""
+    return (
+        f"chosen: {case.chosen} ({case.source}), regret {case.regret:.3f} ({low:.3f} - {high:.3f}); "
+        f"without tuning: {case.heuristic}{busy}"
+    )
+
+
+def _print_regret(out: Any, result: TuningResult) -> None:
+    total, worst, before = result.regret(), result.worst_regret(), result.heuristic_regret()
+    if total is None or worst is None:
+        return
+    out.print(
+        f"selection regret (time of the chosen over the fastest right backend, goal 1.02): "
+        f"{total:.3f} over all calls, {worst:.3f} at worst; without tuning {before or 0:.3f}"
+    )

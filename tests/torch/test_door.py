@@ -1,0 +1,195 @@
+"""Wrong calls are clear errors: got, expected, what to do; never a crash, never a guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from polyattn import (
+    Alibi,
+    BlockMap,
+    Causal,
+    Dense,
+    DenseBias,
+    InvalidProblem,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+    UnknownBackend,
+    Unsupported,
+)
+from polyattn.torch import attention, explain, plan
+
+Q = torch.randn(2, 8, 4, 16)
+K = torch.randn(2, 8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"query": Q[0]},
+        {"query": Q.unsqueeze(0)},
+        {"query": None},
+        {"query": [1.0]},
+        {"query": Q.double()},
+        {"query": Q.to(torch.int64), "key": Q.to(torch.int64), "value": Q.to(torch.int64)},
+        {
+            "query": Q.to(torch.complex64),
+            "key": K.to(torch.complex64),
+            "value": K.to(torch.complex64),
+        },
+        {"query": Q.to("meta")},
+        {"key": K[:1]},
+        {"key": K[..., :8]},
+        {"key": K[:, :5]},
+        {"key": torch.randn(2, 8, 3, 16), "value": torch.randn(2, 8, 3, 16)},
+        {"value": K[:, :, :1]},
+        {"query": Q[..., :0], "key": K[..., :0], "value": K[..., :0]},
+        {"query": Q.to_sparse()},
+        {"layout": "NTBH"},
+        {"layout": "packed"},
+        {"layout": None},
+        {"scale": "1"},
+        {"scale": float("nan")},
+        {"scale": torch.tensor(1.0)},
+        {"softcap": 0},
+        {"softcap": -1.0},
+        {"softcap": float("inf")},
+        {"dropout_p": 1.5},
+        {"dropout_p": -0.1},
+        {"dropout_p": None},
+        {"mask": torch.ones(8, 8, dtype=torch.bool)},
+        {"mask": "causal"},
+        {"mask": Padding(kv_lengths=[9, 1])},
+        {"mask": Padding(kv_lengths=[-1, 1])},
+        {"mask": Padding(kv_lengths=torch.tensor([1, 9]))},
+        {"mask": Padding(kv_lengths=[1])},
+        {"mask": Padding(kv_lengths=[1, 2, 3])},
+        {"mask": PrefixLM([9, 0])},
+        {"mask": Segments([0] * 7)},
+        {"mask": Segments(torch.zeros(3, 8, dtype=torch.int64))},
+        {"mask": Dense(torch.ones(7, 8, dtype=torch.bool))},
+        {"mask": Dense(torch.ones(3, 1, 8, 8, dtype=torch.bool))},
+        {"mask": BlockMap(4, 4, [[[[0]]]], [[[1]]])},
+        {"mask": BlockMap(4, 4, [[[[2], [0]]]], [[[1, 1]]])},
+        {"mask": BlockMap(4, 4, [[[[-1], [0]]]], [[[1, 1]]])},
+        {"mask": BlockMap(4, 4, [[[[0], [0]]]], [[[2, 1]]])},
+        {"mask": Packed([0, 8])},
+        {"bias": torch.zeros(8, 8)},
+        {"bias": DenseBias(torch.zeros(7, 8))},
+        {"bias": DenseBias(torch.zeros(8, 8, device="meta"))},
+        {"bias": Alibi(torch.zeros(3))},
+        {"sinks": torch.zeros(3)},
+        {"sinks": torch.zeros(4, 0)},
+        {"sinks": torch.zeros(4, dtype=torch.int64)},
+        {"sinks": 1.0},
+    ],
+    ids=lambda change: " ".join(f"{k}={str(v)[:40]}" for k, v in change.items()).replace("\n", ""),
+)
+def test_wrong_calls(change: dict[str, Any]) -> None:
+    call = {"query": Q, "key": K, "value": K} | change
+    with pytest.raises(InvalidProblem, match=r"(?s)got .*expected"):
+        attention(**call)
+    # and again, after right calls of the same options have filled the caches
+    attention(Q, K, K)
+    with pytest.raises(InvalidProblem):
+        attention(**call)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Packed([0, 3, 8]) | Causal(),
+        Causal(),
+        None,
+        Packed([0, 3, 7]),
+        Packed([1, 3, 8]),
+        Packed([0, 5, 3, 8]),
+        Packed([0, 3, 8]) & Dense(torch.ones(8, 8, dtype=torch.bool)),
+        Packed([0, 3, 8]) & Padding(kv_lengths=[1]),
+    ],
+    ids=repr,
+)
+def test_wrong_packed_calls(mask: Any) -> None:
+    q = torch.randn(8, 2, 16)
+    with pytest.raises(InvalidProblem, match=r"(?s)got .*expected"):
+        attention(q, q, q, mask=mask, layout="packed")
+
+
+def test_unknown_options_and_backends() -> None:
+    with pytest.raises(TypeError, match="softcapp"):
+        attention(Q, K, K, softcapp=1.0)
+    for ask in (plan, explain):
+        with pytest.raises(InvalidProblem, match="Did you mean 'softcap'"):
+            ask(Q, K, K, softcapp=1.0)
+    for name in ("sdpa_flsh", "", 3, None.__class__):
+        with pytest.raises(UnknownBackend):
+            attention(Q, K, K, backend=name)
+    with pytest.raises(Unsupported, match=r"(?s)sdpa_cudnn.*These could: "):
+        attention(Q, K, K, backend="sdpa_cudnn")
+
+
+def test_masks_changed_in_place_are_read_anew_and_checked_anew() -> None:
+    lengths = torch.tensor([8, 8])
+    mask = Padding(kv_lengths=lengths)
+    attention(Q, K, K, mask=mask)
+    lengths[1] = 3
+    got = attention(Q, K, K, mask=mask)
+    torch.testing.assert_close(got[1:], attention(Q[1:], K[1:, :3], K[1:, :3]))
+    lengths[1] = 9
+    with pytest.raises(InvalidProblem, match="9"):
+        attention(Q, K, K, mask=mask)
+
+
+def test_empty_calls() -> None:
+    for shape_q, shape_k in (
+        ((0, 4), (0, 4)),
+        ((2, 0), (2, 4)),
+        ((2, 4), (2, 0)),
+        ((0, 0), (0, 0)),
+    ):
+        q = torch.randn(*shape_q, 4, 16, requires_grad=True)
+        k = torch.randn(*shape_k, 2, 16, requires_grad=True)
+        v = torch.randn(*shape_k, 2, 8, requires_grad=True)
+        out, lse = attention(q, k, v, return_lse=True, mask=Causal())
+        assert out.shape == (*shape_q, 4, 8) and lse.shape == (shape_q[0], 4, shape_q[1])
+        assert (out == 0).all() and (lse == float("-inf")).all()
+        for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+            assert (grad == 0).all()
+
+
+def test_sinks_of_rows_without_keys() -> None:
+    sinks = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+    q, k = torch.randn(1, 3, 2, 4), torch.randn(1, 0, 2, 4)
+    out, lse = attention(q, k, k, sinks=sinks, return_lse=True)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sinks.logsumexp(-1).view(1, 2, 1).expand(1, 2, 3))
+    k = torch.randn(1, 5, 2, 4)
+    out, lse = attention(q, k, k, sinks=sinks, return_lse=True, mask=Padding(kv_lengths=[0]))
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sinks.logsumexp(-1).view(1, 2, 1).expand(1, 2, 3))
+
+
+def test_plan_is_the_bare_kernel_and_says_what_it_is() -> None:
+    step = plan(Q, K, K, mask=Causal())
+    torch.testing.assert_close(step(Q, K, K), attention(Q, K, K, mask=Causal()))
+    assert step.selection.backend == "sdpa_flash"
+    lengths = torch.tensor([3, 8])
+    step = plan(Q, K, K, mask=Padding(kv_lengths=lengths), backend="sdpa_math", return_lse=False)
+    torch.testing.assert_close(step(Q, K, K), attention(Q, K, K, mask=Padding(kv_lengths=lengths)))
+    assert step.selection.backend == "sdpa_math"
+
+
+def test_a_second_plan_does_not_change_what_the_first_says() -> None:
+    first = plan(Q, Q, Q, backend="sdpa_math")
+    second = plan(Q, Q, Q, backend="sdpa_flash")
+    assert (first.selection.backend, second.selection.backend) == ("sdpa_math", "sdpa_flash")
+
+
+def test_explain_takes_meta_tensors_and_runs_nothing() -> None:
+    q = torch.empty(2, 1 << 20, 8, 64, device="meta", dtype=torch.bfloat16)
+    found = explain(q, q, q, mask=Causal())
+    assert found.backend == "sdpa_flash" and "reference" in str(found)
