@@ -86,11 +86,11 @@ def test_an_installed_backend_matches_the_reference(installed: Path) -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float64):
         for t, s, value_dim in ((70, 70, 8), (3, 130, 5), (130, 65, 8), (1, 1, 1)):
-            q, k, v = torch.randn(2, t, 3, 8), torch.randn(2, s, 3, 8), torch.randn(2, s, 3, value_dim)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            shapes = (t, 8), (s, 8), (s, value_dim)
+            q, k, v = (torch.randn(2, n, 3, h, dtype=dtype) for n, h in shapes)
+            wide = [x.double() for x in (q, k, v)]
             for mask in (None, Causal(), Causal("top_left")):
-                exact = attention(q.double(), k.double(), v.double(), mask=mask, backend="reference",
-                                  return_lse=True)
+                exact = attention(*wide, mask=mask, backend="reference", return_lse=True)
                 same = attention(q, k, v, mask=mask, backend="reference", return_lse=True)
                 with record_selections() as ran:
                     ours = attention(q, k, v, mask=mask, backend="tiled_torch", return_lse=True)
@@ -99,13 +99,14 @@ def test_an_installed_backend_matches_the_reference(installed: Path) -> None:
                 for a, b, c in zip(ours, same, exact):
                     finite = c.isfinite()
                     assert (a.isfinite() == finite).all()
-                    error = (a - c)[finite].abs().max().item()
+                    error, floor = ((x - c)[finite].abs().max().item() for x in (a, b))
                     least = 8 * torch.finfo(dtype).eps * c[finite].abs().max().item()
-                    assert error <= 2 * (b - c)[finite].abs().max().item() + least, (t, s, mask, error)
+                    assert error <= 2 * floor + least, (t, s, mask, error)
     q = torch.randn(1, 130, 1, 8)
     v = q.clone(); v[:, 100:] = float("nan")
     poisoned = attention(q, q, v, mask=Causal(), backend="tiled_torch")
-    assert torch.equal(poisoned[:, :100], attention(q, q, q, mask=Causal(), backend="tiled_torch")[:, :100])
+    clean = attention(q, q, q, mask=Causal(), backend="tiled_torch")
+    assert torch.equal(poisoned[:, :100], clean[:, :100])
     assert poisoned[:, 100:].isnan().all()
     for mask in (Window(left=1), Causal() & Window(left=1)):
         try:
@@ -174,8 +175,12 @@ FALSE_PROBES = {
         "its probe answered True",
     ),
     "probe_lies": (
-        "def load(): import a_module_that_is_not_there\n"
-        "backend = make('odd', lambda: Available('1'), load)",
+        """
+        def load():
+            import a_module_that_is_not_there
+
+        backend = make('odd', lambda: Available('1'), load)
+        """,
         "it probed as available, but loading it raised ModuleNotFoundError",
     ),
 }

@@ -177,10 +177,11 @@ class Registry:
         with self._lock:
             if self._in_tree:
                 return
+            with_plugins = settings.current().plugins  # an error here leaves nothing half done
             self._in_tree.extend(IN_TREE)
             for module in IN_TREE:
                 importlib.import_module(module).declare(self)
-            if settings.current().plugins:
+            if with_plugins:
                 for entry in sorted(entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
                     self._plug_in(entry)
 

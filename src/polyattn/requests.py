@@ -53,7 +53,10 @@ class Request:
 
     @classmethod
     def make(
-        cls, names: Iterable[object], never: Iterable[object] = (), on_unsupported: str | None = None
+        cls,
+        names: Iterable[object],
+        never: Iterable[object] = (),
+        on_unsupported: str | None = None,
     ) -> Request:
         """Check and expand what a user wrote; raise for unknown names and policies."""
         if on_unsupported not in (None, "error", "fallback"):

@@ -24,7 +24,9 @@ __all__ = [
     "enter",
     "invalidate",
     "leave",
+    "listeners",
     "local",
+    "lock",
     "recording",
     "scope",
     "set_forced",
@@ -39,6 +41,10 @@ recording: ContextVar[Any] = ContextVar("polyattn_recording")
 
 
 _epochs = itertools.count(1)
+lock = threading.RLock()
+listeners: list[Callable[[], None]] = []
+"""What is called when a cached choice may no longer be right."""
+
 _saved: ContextVar[tuple[tuple[Token[str], str, str | None], ...]] = ContextVar(
     "polyattn_saved", default=()
 )
@@ -74,7 +80,10 @@ is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end repla
 
 def invalidate() -> None:
     """Forget every cached choice: a backend, a setting or a measured time has changed."""
-    state.epoch = str(next(_epochs))
+    with lock:
+        state.epoch = str(next(_epochs))
+        for forget in listeners:
+            forget()
 
 
 def set_forced(name: str | None) -> None:

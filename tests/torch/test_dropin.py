@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyattn import record_selections, use_backend
 from polyattn.torch import scaled_dot_product_attention as sdpa
@@ -199,3 +200,20 @@ def test_masks_of_one_shape_but_other_values_are_never_mixed_up() -> None:
             torch.testing.assert_close(ours, theirs)
             with use_backend("sdpa_math"):
                 torch.testing.assert_close(sdpa(q, q, q, mask), theirs)
+
+
+def test_switches_of_torch_are_obeyed_and_requests_outrank_them() -> None:
+    q = torch.randn(1, 2, 6, 8)
+    sdpa(q, q, q)
+    with record_selections() as ran:
+        with sdpa_kernel(SDPBackend.MATH):
+            sdpa(q, q, q)
+            torch.compile(sdpa, fullgraph=True, backend="eager")(q, q, q)
+            with use_backend("sdpa_flash"):
+                sdpa(q, q, q)
+        sdpa(q, q, q)
+    assert [r.backend for r in ran] == ["sdpa_math", "sdpa_math", "sdpa_flash", "sdpa_flash"]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available"):
+        sdpa(q, q, q, dropout_p=0.5)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available"):
+        sdpa(q, q, q[..., :4])

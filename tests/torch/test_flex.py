@@ -210,6 +210,21 @@ def test_gradients_of_poisoned_and_empty_rows_are_finite():
         assert x.isfinite().all()
 
 
+def test_gradients_stop_at_biases_of_minus_infinity():
+    torch.manual_seed(17)
+    bias = torch.randn(20, 33, dtype=torch.float64)
+    bias[3] = bias[:, 9] = -torch.inf
+    for sinks in (None, torch.randn(4, dtype=torch.float64)):
+        results = []
+        for backend in ("flex", "reference"):
+            torch.manual_seed(18)
+            leaves = [x.requires_grad_() for x in (*arrays(dtype=torch.float64), bias.clone())]
+            out = attention(*leaves[:3], bias=DenseBias(leaves[3]), sinks=sinks, backend=backend)
+            results.append(torch.autograd.grad(out.square().sum(), leaves))
+        for got, wanted in zip(*results, strict=True):
+            agree(got, wanted, torch.float64)
+
+
 def test_gradients_are_the_same_twice():
     torch.manual_seed(7)
     start = [*arrays(b=2, t=150, s=170, n=8, k=2), torch.randn(170), torch.randn(8)]
@@ -257,6 +272,23 @@ def test_small_problems_stay_eager_and_large_ones_compile():
     assert not flex.wants_compiling(large, {"compile": False})
     for unable in ({"lse": True}, {"grad": True}, {"dtype": "float64"}):
         assert not flex.wants_compiling(large.with_(**unable), {"compile": True})
+
+
+def test_the_threshold_leads_to_compiled_code(monkeypatch):
+    asked = []
+
+    def compiled(klass):
+        return lambda q, k, v, terms, blocks: (asked.append(klass), (q[..., :5], None))[1]
+
+    monkeypatch.setattr(flex, "can_compile", lambda device: True)
+    monkeypatch.setattr(flex, "compiled", compiled)
+    monkeypatch.setattr(flex, "COMPILE_FROM", 2 * 4 * 20 * 33 * (8 + 5))
+    q, k, v = arrays()
+    direct(q[:, 1:], k, v, {}, mask=Causal())
+    assert not asked
+    direct(q, k, v, {}, mask=Causal())
+    direct(q, k, v, {})
+    assert [klass.symbolic for klass in asked] == [True, True]
 
 
 def test_without_a_compiler_everything_is_eager(monkeypatch):
@@ -342,8 +374,8 @@ def test_the_compilers_limit_neither_fails_nor_falls_back(monkeypatch):
     monkeypatch.setattr(routes, "eager", None)
     made = count_compiles(monkeypatch)
     with torch._dynamo.config.patch(recompile_limit=1):
-        for t, s in ((150, 170), (1, 170), (150, 300)):
-            check_compiled(*arrays(t=t, s=s), mask=Dense(bits(t, s)))
+        for t, s in ((150, 170), (100, 170), (150, 170)):  # two blocks of queries, one, two
+            check_compiled(*arrays(t=t, s=s), mask=Window(left=30, right=3))
     assert len(made) >= 2
 
 

@@ -47,13 +47,20 @@ def print_overhead(record: Mapping[str, Any]) -> None:
 
 def _footer(record: Mapping[str, Any]) -> list[str]:
     machine, load = record["machine"], record["foreign_load"]
-    lines = [
+    over = (
         "over: the very kernel call that the row ends in, timed beside it; each figure is a median "
-        "of paired differences.",
-        *(f"{name} = {meaning}" for name, meaning in record["legend"].items()),
+        "of paired differences."
+    )
+    rounds = (
         f"{record['rounds']} rounds of {record['pairs_per_round']} pairs, "
-        f"{record['dropped_rounds']} more dropped because others were busy; others took {load['median']:.0%} of the machine in the median round kept, "
-        f"{load['max']:.0%} in the busiest.",
+        f"{record['dropped_rounds']} more dropped because others were busy; others took "
+        f"{load['median']:.0%} of the machine in the median round kept, {load['max']:.0%} in the "
+        "busiest."
+    )
+    lines = [
+        over,
+        *(f"{name} = {meaning}" for name, meaning in record["legend"].items()),
+        rounds,
         f"{machine['cpu']}, {machine['cores']} cores; "
         + ", ".join(f"{k} {v}" for k, v in record["versions"].items() if v),
     ]

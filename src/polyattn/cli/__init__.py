@@ -15,7 +15,10 @@ __all__ = ["main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("polyattn.cli.doctor", "every backend: available or why not, and how to get it"),
-    "explain": ("polyattn.cli.explain", "which backend a problem would run on, and why not the others"),
+    "explain": (
+        "polyattn.cli.explain",
+        "which backend a problem would run on, and why not the others",
+    ),
     "run": ("polyattn.cli.run", "run a program with its attention routed through polyattn"),
     "tune": ("polyattn.cli.tune", "measure a program's attention problems on every backend"),
     "bench": ("polyattn.bench", "what a call costs, beside other libraries"),
@@ -81,7 +84,11 @@ def _command(name: str, arguments: list[str]) -> int:
         top = (error.name or "").partition(".")[0]
         if top == "polyattn":
             raise
-        how = {"torch": "'polyattn[torch]'", "numpy": "'polyattn[torch]'", "hypothesis": "'polyattn[test]'"}
+        how = {
+            "torch": "'polyattn[torch]'",
+            "numpy": "'polyattn[torch]'",
+            "hypothesis": "'polyattn[test]'",
+        }
         print(
             f"polyattn {name}: got no package {top!r}, which this command needs; "
             f"pip install {how.get(top, top)}",

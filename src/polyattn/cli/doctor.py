@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = parser("doctor", SUMMARY)
-    made.add_argument("backends", nargs="*", metavar="BACKEND", help="backends that must be available")
+    made.add_argument(
+        "backends", nargs="*", metavar="BACKEND", help="backends that must be available"
+    )
     return made
 
 
@@ -207,7 +209,12 @@ def _print(report: dict[str, Any]) -> None:
         rows.append((name, "not set" if value is None else str(value)))
     out.print(table(("", "*"), rows))
     out.print()
-    out.print(table(("backend", "here", "version", "what it is, or how to get it*"), map(_row, report["backends"])))
+    out.print(
+        table(
+            ("backend", "here", "version", "what it is, or how to get it*"),
+            map(_row, report["backends"]),
+        )
+    )
     if report["amiss"]:
         out.print("\namiss:")
         for line in report["amiss"]:
@@ -217,5 +224,10 @@ def _print(report: dict[str, Any]) -> None:
 def _row(row: dict[str, Any]) -> tuple[str, str, str, str]:
     if row["available"]:
         detail = f" ({row['detail']})" if row["detail"] else ""
-        return row["name"], "yes", f"{row['version']} [{', '.join(row['devices'])}]", row["summary"] + detail
+        return (
+            row["name"],
+            "yes",
+            f"{row['version']} [{', '.join(row['devices'])}]",
+            row["summary"] + detail,
+        )
     return row["name"], "no", "", f"{row['summary']}. {row['reason']}; {row['how_to_get_it']}"

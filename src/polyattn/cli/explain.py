@@ -41,16 +41,34 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = parser("explain", SUMMARY)
-    made.add_argument("--q", type=str, metavar="B,T,N,H", help="query: batch, length, heads, head dim")
-    made.add_argument("--kv", type=integers("S,K"), metavar="S,K", help="keys and key/value heads (as the query's)")
+    made.add_argument(
+        "--q", type=str, metavar="B,T,N,H", help="query: batch, length, heads, head dim"
+    )
+    made.add_argument(
+        "--kv",
+        type=integers("S,K"),
+        metavar="S,K",
+        help="keys and key/value heads (as the query's)",
+    )
     made.add_argument("--value-dim", type=int, metavar="V")
     made.add_argument("--dtype", default="float32", metavar="|".join(DTYPES))
     made.add_argument("--layout", default="BTNH", choices=LAYOUTS, help="packed: --q TOTAL,N,H")
-    made.add_argument("--sequences", type=int, default=1, metavar="B", help="sequences of a packed problem")
-    made.add_argument("--causal", nargs="?", const="bottom_right", choices=("bottom_right", "top_left"))
-    made.add_argument("--window", type=integers("L,R", none=True), metavar="L,R", help="keys before and after; or none")
+    made.add_argument(
+        "--sequences", type=int, default=1, metavar="B", help="sequences of a packed problem"
+    )
+    made.add_argument(
+        "--causal", nargs="?", const="bottom_right", choices=("bottom_right", "top_left")
+    )
+    made.add_argument(
+        "--window",
+        type=integers("L,R", none=True),
+        metavar="L,R",
+        help="keys before and after; or none",
+    )
     made.add_argument("--padding", action="store_true", help="keys are padded per batch entry")
-    made.add_argument("--mask", nargs="+", default=[], metavar="NAME", help=f"further masks: {', '.join(MASKS)}")
+    made.add_argument(
+        "--mask", nargs="+", default=[], metavar="NAME", help=f"further masks: {', '.join(MASKS)}"
+    )
     made.add_argument("--bias", nargs="?", const="dense", choices=("dense", "alibi"))
     made.add_argument("--bias-grad", action="store_true", help="the bias needs a gradient")
     made.add_argument("--softcap", type=number("a soft cap", 0), metavar="X")
@@ -59,10 +77,16 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--scale", type=number("a scale"), metavar="X")
     for flag, says in _FLAGS.items():
         made.add_argument(f"--{flag}", action="store_true", help=says)
-    made.add_argument("--device", metavar="here|cpu|cuda:sm_90|h100", help="a machine one does not have")
-    made.add_argument("--backend", action="append", default=[], metavar="NAME", help="as backend= of a call")
+    made.add_argument(
+        "--device", metavar="here|cpu|cuda:sm_90|h100", help="a machine one does not have"
+    )
+    made.add_argument(
+        "--backend", action="append", default=[], metavar="NAME", help="as backend= of a call"
+    )
     made.add_argument("--never", action="append", default=[], metavar="NAME")
-    made.add_argument("--from-record", metavar="FILE", help="the problems of `polyattn run --record FILE`")
+    made.add_argument(
+        "--from-record", metavar="FILE", help="the problems of `polyattn run --record FILE`"
+    )
     return made
 
 
@@ -153,4 +177,3 @@ def _rows(decisions: Mapping[str, Decision], chosen: str | None) -> list[tuple[s
         else:
             rows.append((name, "no", "\n".join(map(str, decision.reasons))))
     return rows
-

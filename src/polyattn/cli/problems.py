@@ -123,7 +123,9 @@ def _mask(options: argparse.Namespace, dims: _Dims) -> Mask | None:
 def _bias(options: argparse.Namespace, dims: _Dims) -> str | None:
     if options.bias is None:
         return None
-    dtype = Problem(batch=1, q_len=1, kv_len=1, heads=1, kv_heads=1, head_dim=1, dtype=options.dtype).dtype
+    dtype = Problem(
+        batch=1, q_len=1, kv_len=1, heads=1, kv_heads=1, head_dim=1, dtype=options.dtype
+    ).dtype
     if options.bias == "alibi":
         return Alibi(_Sizes((dims.n,), dtype)).signature
     return DenseBias(_Sizes((dims.b, dims.n, dims.t, dims.s), dtype)).signature

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = parser("run", SUMMARY, usage="polyattn run [options] SCRIPT [ARGS] | -m MODULE [ARGS]")
     add_request(made)
-    made.add_argument("--record", metavar="FILE", help="write the problems, for `polyattn tune --from-record`")
+    made.add_argument(
+        "--record", metavar="FILE", help="write the problems, for `polyattn tune --from-record`"
+    )
     return made
 
 
@@ -95,7 +97,9 @@ def _print(record: Record) -> None:
         more = f" (+{len(cases) - 1} alike)" if len(cases) > 1 else ""
         for ran, calls in counted.items():
             reason = ran.reason + (f" (fallback: {ran.fallback})" if ran.fallback else "")
-            rows.append((f"{cases[0].problem}{more}", calls, ran.backend, ran.version, ran.source, reason))
+            rows.append(
+                (f"{cases[0].problem}{more}", calls, ran.backend, ran.version, ran.source, reason)
+            )
     columns = ("problem*", "calls>", "backend", "version", "source", "reason*")
     out.print()
     out.print(table(columns, rows, f"{record.calls} attention calls"))
@@ -117,7 +121,9 @@ def _plain(record: Record, code: int) -> dict[str, Any]:
                 "problem_class": cases[0].problem_class,
                 "calls": sum(case.calls for case in cases),
                 "ran": [
-                    {**vars(ran), "calls": calls} for case in cases for ran, calls in case.ran.items()
+                    {**vars(ran), "calls": calls}
+                    for case in cases
+                    for ran, calls in case.ran.items()
                 ],
             }
             for cases in _classes(record)

@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = parser("tune", SUMMARY, usage="polyattn tune [options] SCRIPT [ARGS] | -m MODULE [ARGS]")
-    made.add_argument("--from-record", metavar="FILE", help="tune what `polyattn run --record FILE` wrote")
+    made.add_argument(
+        "--from-record", metavar="FILE", help="tune what `polyattn run --record FILE` wrote"
+    )
     made.add_argument("--record", metavar="FILE", help="write the recorded problems too")
     made.add_argument("--rounds", type=number("rounds", 5, 1000), default=5, metavar="N",
                       help="rounds of every measurement, at least 5")  # fmt: skip
@@ -59,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     manage = made.add_argument_group("the table")
     manage.add_argument("--show", action="store_const", const=True, help="print its rows")
     manage.add_argument("--export", metavar="FILE", help="write its rows as JSON")
-    manage.add_argument("--import", dest="import_", metavar="FILE", help="take the rows of an export")
+    manage.add_argument(
+        "--import", dest="import_", metavar="FILE", help="take the rows of an export"
+    )
     manage.add_argument("--merge", metavar="FILE", help="take the rows of another table's file")
     manage.add_argument("--forget", metavar="all|backend=NAME|device=TEXT", help="delete rows")
     return made
@@ -82,7 +86,15 @@ def _show(options: argparse.Namespace) -> int:
         for key, one in rows
     ]  # fmt: skip
     out = console()
-    columns = ("problem class*", "backend", "config", "median>", "right", "device and versions*", "measured (UTC)")
+    columns = (
+        "problem class*",
+        "backend",
+        "config",
+        "median>",
+        "right",
+        "device and versions*",
+        "measured (UTC)",
+    )
     out.print(table(columns, printed, f"{len(rows)} rows in {_table().path}"))
     for line in _table().notices:
         note(f"tuning table: {line}")
@@ -111,7 +123,9 @@ def _merge(options: argparse.Namespace) -> int:
 def _forget(options: argparse.Namespace) -> int:
     what, _, value = options.forget.partition("=")
     if options.forget != "all" and (what not in ("backend", "device") or not value):
-        raise PolyattnError(f"got --forget {options.forget!r}, expected all, backend=NAME or device=TEXT.")
+        raise PolyattnError(
+            f"got --forget {options.forget!r}, expected all, backend=NAME or device=TEXT."
+        )
     if what == "backend":
         value = registry.known(value, asked_by="--forget backend")
     count = _table().forget(**({what: value} if value else {}))
@@ -132,7 +146,9 @@ def _table() -> Any:
 def _said(options: argparse.Namespace, message: str, count: int) -> int:
     table_ = _table()
     if options.json:
-        emit_json({"rows": count, "path": str(table_.path), "notices": table_.notices}, options.json)
+        emit_json(
+            {"rows": count, "path": str(table_.path), "notices": table_.notices}, options.json
+        )
     else:
         print(message)
         for line in table_.notices:
@@ -145,7 +161,9 @@ def _tune(options: argparse.Namespace, program: list[str]) -> int:
     if code == 130:
         return 130
     if not record.cases:
-        note("polyattn tune: the program had no attention problem that polyattn models; nothing to do")
+        note(
+            "polyattn tune: the program had no attention problem that polyattn models; nothing to do"
+        )
         return 1
     from polyattn.measure.tune import Bounds, tune
 
@@ -161,7 +179,9 @@ def _tune(options: argparse.Namespace, program: list[str]) -> int:
     if code:
         note(f"polyattn tune: the program ended with exit code {code}; tuned what it did before")
     if result.interrupted:
-        note(f"interrupted: {len(result.classes)} of {result.total_classes} classes are measured and kept")
+        note(
+            f"interrupted: {len(result.classes)} of {result.total_classes} classes are measured and kept"
+        )
         return 130
     complete = all(any(row.verified for row in one.rows) for one in result.classes)
     return 0 if complete and not code and _table().persistent else 1
@@ -217,7 +237,17 @@ def print_result(result: TuningResult) -> None:
                 (timed.label, seconds(timed.median_s), spread, ratio, seconds(timed.forward_s), right,
                  error, mark, timed.note or ("" if timed.status == "ok" else timed.status))
             )  # fmt: skip
-        columns = ("backend", "median>", "min - max", "ratio>", "forward>", "right", "error", "", "note*")
+        columns = (
+            "backend",
+            "median>",
+            "min - max",
+            "ratio>",
+            "forward>",
+            "right",
+            "error",
+            "",
+            "note*",
+        )
         out.print(f"[bold]{case.problem}[/bold]  ({case.calls} calls)", markup=True)
         if case.skipped:
             out.print(f"not measured: {case.skipped}")

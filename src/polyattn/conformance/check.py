@@ -194,11 +194,12 @@ def outcome(inputs: Inputs, run: Run, backward: bool = True) -> Outcome:
 
 
 def _compare(subject: Subject, got: Outcome) -> None:
-    truth = subject.truth
+    truth, case = subject.truth, subject.case
+    terms = max(case.t, case.s, case.h, case.v) * (case.n // case.k)
     for name, exact in truth.values.items():
         half = name == "lse" and subject.case.dtype in ("float16", "bfloat16")
         baseline = _one(subject.baseline, name)
-        yardstick = Yardstick(name, exact, truth.scale[name], truth.score, baseline, half)
+        yardstick = Yardstick(name, exact, truth.scale[name], truth.score, baseline, terms, half)
         fault = measure(got.values[name], yardstick)
         if fault is not None:
             raise _Wrong(str(fault))

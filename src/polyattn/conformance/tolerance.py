@@ -24,6 +24,8 @@ beyond that, in ulps `u` of the dtype of the value:
   flash kernel: good to 2^-14). The lse serves to weigh outputs that are rounded to 2^-11 and
   coarser, so an error of FEW * 2^-14 = a quarter of the finest half type's ulp cannot be seen
   there; that, and not the ulp of float32, is its unit.
+- a sum of L terms may be taken one after the other, and rounds at each: a * sqrt(L), as rounding
+  errors add up when they are as often up as down.
 - below the smallest normal number spacing is absolute: + FEW * u * smallest normal.
 """
 
@@ -64,6 +66,7 @@ class Yardstick:
     scale: Tensor
     score: float
     baseline: Callable[[], Tensor]
+    terms: int = 1  # the longest sum behind a value
     half: bool = False  # a float32 value of a problem in a half type
 
 
@@ -82,7 +85,10 @@ def measure(got: Tensor, truth: Yardstick) -> Excess | None:
     error = _error(found, truth, dtype)
     info = torch.finfo(dtype)
     wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    room = FEW * ((_HALF_LSE if truth.half else info.eps) + wide * truth.score)
+    room = (
+        FEW * ((_HALF_LSE if truth.half else info.eps) + wide * truth.score)
+        + wide * truth.terms**0.5
+    )
     if float(error.max()) <= room:
         return None
     reference = truth.baseline().to(dtype).double()

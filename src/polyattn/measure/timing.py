@@ -11,6 +11,7 @@ apart; the cost of the loop is subtracted. Candidates that are far behind run on
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
 import time
@@ -24,6 +25,7 @@ QUIET = 0.06
 _ROUND_S = 0.15  # the system counts processor time in steps of 10 ms
 _MOST_BLOCKS = 12
 _FAR = 6.0
+_LATE = 4.0
 Step = Callable[[], object]
 
 
@@ -76,7 +78,7 @@ def time_interleaved(
             first = (attempt + turn) % len(names)
             for name in (*names[first:], *names[:first]):
                 if turn == 0 or name in near:
-                    blocks[name].append(_sample(steps[name], loops[name], synchronise))
+                    blocks[name].append(_sample(steps[name], loops[name], synchronise, block_s))
         found = {name: statistics.median(seconds) for name, seconds in blocks.items()}
         kept.append((watch.foreign(), found))
         if attempt + 1 >= rounds and sum(f <= QUIET for f, _ in kept) >= rounds:
@@ -90,25 +92,31 @@ def time_interleaved(
     return times
 
 
-def _sample(step: Step, loops: int, synchronise: Step) -> float:
+def _sample(step: Step, loops: int, synchronise: Step, block_s: float) -> float:
     collected = gc.isenabled()
     gc.disable()
     try:
-        empty = _elapsed(_nothing, loops, _nothing) if loops > 1 else 0.0
-        full = _elapsed(step, loops, synchronise)
+        empty = _block(_nothing, loops, _nothing, math.inf) if loops > 1 else 0.0
+        full = _block(step, loops, synchronise, _LATE * block_s)
     finally:
         if collected:
             gc.enable()
-    return max(full - empty, 1e-9) / loops
+    return max(full - empty, 1e-9)
 
 
-def _elapsed(step: Step, loops: int, synchronise: Step) -> float:
+def _block(step: Step, loops: int, synchronise: Step, limit_s: float) -> float:
+    """Return seconds per call; a block that others slow down many times over is cut short."""
+    part, calls = -(-loops // 5), 0
     synchronise()
     begin = time.perf_counter()
-    for _ in repeat(None, loops):
-        step()
+    while calls < loops:
+        for _ in repeat(None, part):
+            step()
+        calls += part
+        if time.perf_counter() - begin > limit_s:
+            break
     synchronise()
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / calls
 
 
 def _nothing() -> None:

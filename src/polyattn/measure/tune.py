@@ -41,6 +41,7 @@ class Bounds:
 
     `prepare_s`: for one candidate to compile, be checked and warm up; `prepare_total_s`: for all
     of them (who is known to need more than is left is not tried); `call_s`: for one call.
+    `total_s`: after which no further class is begun; the rest stays as it was.
     `again`: how often a choice that turns out not to be the fastest is measured again.
     """
 
@@ -48,6 +49,7 @@ class Bounds:
     prepare_s: float = 60.0
     prepare_total_s: float = 600.0
     call_s: float = 2.0
+    total_s: float = math.inf
     again: int = 2
 
 
@@ -68,7 +70,7 @@ class _Purse:
             self.left_s -= seconds
 
 
-_QUICK_S = 2.0
+_QUICK_S = 5.0
 _CONTENDER = 1.5
 GOAL = 1.02
 
@@ -87,10 +89,12 @@ def tune(cases: Iterable[Case], *, bounds: Bounds | None = None, progress: Progr
             classes.setdefault(case.problem_class, []).append(case)
     result.total_classes = len(classes)
     total = sum(len(of_class) for of_class in classes.values())
-    done = 0
+    done, begin = 0, time.perf_counter()
     purse = _Purse(bounds)
     try:
         for of_class in sorted(classes.values(), key=lambda c: -sum(x.calls for x in c)):
+            if time.perf_counter() - begin > bounds.total_s:
+                break
             found = []
             for case in of_class:
                 found.append(_measured(case, purse, lambda what: report(done, total, what)))
@@ -154,7 +158,9 @@ def _timed(candidate: Candidate) -> Timed:
     )  # fmt: skip
 
 
-def _times(steps: Mapping[str, Callable[[], object]], problem: Problem, rounds: int) -> dict[str, Times]:
+def _times(
+    steps: Mapping[str, Callable[[], object]], problem: Problem, rounds: int
+) -> dict[str, Times]:
     if not steps:
         return {}
     return time_interleaved(steps, lambda: synchronise(problem), rounds=rounds)

@@ -93,11 +93,11 @@ def _fold_choices(problem: Problem) -> list[dict[str, bool]]:
 def _flash_extra(p: Problem) -> Iterator[Reason]:
     if p.device != "cuda":
         return
-    if p.mask and p.mask.signature == "Causal('top_left')" and p.q_len > p.kv_len:
-        yield Reason("mask", f"top_left causal with T={p.q_len} > S={p.kv_len}", "T <= S")
-    if p.grad and p.arch in ("sm_86", "sm_89", "sm_120", "sm_121") and 192 < p.head_dim:
-        if p.head_dim <= 224 or p.dropout_p > 0:
-            yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")
+    if p.mask and p.q_len > p.kv_len:  # rows without keys, whose lse would be +inf
+        yield Reason("mask", f"a causal mask with T={p.q_len} > S={p.kv_len}", "T <= S")
+    small = p.arch in ("sm_86", "sm_89", "sm_120", "sm_121")
+    if p.grad and small and p.head_dim > 192 and (p.head_dim <= 224 or p.dropout_p > 0):
+        yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")
 
 
 def _efficient() -> Backend:
@@ -118,9 +118,10 @@ def _efficient() -> Backend:
 
 
 def _narrow_bias(p: Problem) -> Iterator[Reason]:
-    if p.bias is not None and (p.bias.startswith("Alibi") or p.dtype not in p.bias):
-        if p.dtype in HALVES:
-            yield Reason("bias", p.bias, f"biases in {p.dtype}, so that nothing is rounded")
+    if p.bias is None or p.dtype not in HALVES:
+        return
+    if p.bias.startswith("Alibi") or p.dtype not in p.bias:
+        yield Reason("bias", p.bias, f"biases in {p.dtype}, so that nothing is rounded")
 
 
 def _efficient_extra(p: Problem) -> Iterator[Reason]:

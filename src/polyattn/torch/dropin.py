@@ -3,7 +3,8 @@
 What polyattn does not model (nested tensors, tensor subclasses, inputs with other than 3 or 4
 dims, broadcasting batches) and what is wrong goes to torch's own function, which computes it or
 raises its own error; a recorder notes such calls under the backend name ``torch``. When a backend
-is requested, such calls raise instead: a request is never dropped.
+is requested, such calls raise instead: a request is never dropped. Kernels that the program has
+switched off (``sdpa_kernel(...)``, ``torch.backends.cuda.enable_*_sdp``) are not chosen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _get_deterministic_algorithms, is_grad_enabled
+from torch._C import (
+    _get_cudnn_sdp_enabled,
+    _get_deterministic_algorithms,
+    _get_flash_sdp_enabled,
+    _get_math_sdp_enabled,
+    _get_mem_efficient_sdp_enabled,
+    is_grad_enabled,
+)
 from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
@@ -20,10 +28,12 @@ from polyattn.biases import DenseBias
 from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
 from polyattn.selection import Selection, Source
-from polyattn.torch import api, traced
-from polyattn.torch.door import admit
+from polyattn.torch import recompute, traced
+from polyattn.torch.dispatch import around, dispatch, resolve, runner
+from polyattn.torch.door import Call
 from polyattn.torch.fastpath import FastTable, tensor_check
-from polyattn.torch.resolve import plan_for, wishes
+from polyattn.torch.modelled import beyond, shapes_beyond
+from polyattn.torch.resolve import Plan, wishes
 
 __all__ = ["scaled_dot_product_attention", "torch_sdpa"]
 
@@ -34,6 +44,7 @@ _table = FastTable()
 _entries = _table.entries
 _state = scopes.state
 _environ = settings.raw_backend
+_recorders = scopes.recording.get
 _CAUSAL = Causal("top_left")
 
 
@@ -63,11 +74,13 @@ def scaled_dot_product_attention(
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     run = None
     try:
-        ambient = api._ambient() if _state.armed else None
+        if _state.armed and (_recorders(None) or recompute.is_possible()):
+            raise LookupError
         for check, ready, _ in _entries[
             None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale,
-            enable_gqa, is_grad_enabled(), ambient, _get_deterministic_algorithms(), _environ(),
-            _state.epoch,
+            enable_gqa, is_grad_enabled(), around(), _get_deterministic_algorithms(), _environ(),
+            _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
+            _get_cudnn_sdp_enabled(),
         ]:  # fmt: skip
             if check(query, key, value):
                 run = ready
@@ -86,24 +99,63 @@ def _mask_key(mask: Tensor) -> Any:
 def _long_way(
     q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
 ) -> Any:
-    reason = _beyond(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
-    if reason is not None:
-        _refuse_if_requested(reason)
-        selection = Selection("torch", Source.HEURISTIC, reason=reason, version=torch.__version__)
-        for ran in scopes.recording.get(()):
-            ran.append(selection)
-        return torch_sdpa(
-            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=gqa,
-        )  # fmt: skip
+    reason = beyond(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
+    if reason is None:
+        try:
+            return _modelled(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
+        except Unsupported:
+            if _switched_on() is None or _asked():
+                raise
+            reason = "torch's own switches leave no kernel for it"
+    _refuse_if_requested(reason)
+    selection = Selection("torch", Source.HEURISTIC, reason=reason, version=torch.__version__)
+    for ran in scopes.recording.get(()):
+        ran.append(selection)
+    return torch_sdpa(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        enable_gqa=gqa,
+    )  # fmt: skip
+
+
+def _modelled(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+) -> Any:
     options = _options(attn_mask, dropout_p, is_causal, scale)
+    layer = None if _asked() else _switched_on()
     if q.dim() == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        return api.attention(q, k, v, **options).squeeze(0)
-    out = api.attention(q, k, v, **options)
-    if type(q) in api._PLAIN and (attn_mask is None or type(attn_mask) in api._PLAIN):
-        _remember(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa, options)
+        return dispatch(q, k, v, backend=None, layer=layer, **options).squeeze(0)
+    out = dispatch(q, k, v, backend=None, layer=layer, **options)
+    key = (
+        None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale, gqa,
+        is_grad_enabled(), around(), _get_deterministic_algorithms(), _environ(),
+        _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
+        _get_cudnn_sdp_enabled(),
+    )  # fmt: skip
+    if _table.find(key, q, k, v) is None:
+        epoch = _state.epoch
+        plan, call = resolve(q, k, v, None, layer, options)
+        _table.add(key, (tensor_check(q, k, v), _mask_runner(plan, call, attn_mask), plan), epoch)
     return out
+
+
+def _switched_on() -> frozenset[str] | None:
+    """Return the kernels that torch's own switches leave, or None when all are on.
+
+    A program that turns kernels off, as ``torch.nn.attention.sdpa_kernel`` does, is obeyed.
+    """
+    switches = {
+        "sdpa_flash": _get_flash_sdp_enabled(),
+        "sdpa_efficient": _get_mem_efficient_sdp_enabled(),
+        "sdpa_math": _get_math_sdp_enabled(),
+        "sdpa_cudnn": _get_cudnn_sdp_enabled(),
+    }
+    return None if all(switches.values()) else frozenset(n for n, on in switches.items() if on)
+
+
+def _asked() -> tuple[Any, ...]:
+    """Return the requests in force here, strongest first: they outrank torch's switches."""
+    return wishes(None, None, scopes.current_scope(), scopes.local.module).ordered()
 
 
 def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict[str, Any]:
@@ -113,100 +165,26 @@ def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict
         mask = Dense(attn_mask)
     elif attn_mask is not None:
         bias = DenseBias(attn_mask)
-    return {"mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p, "layout": "BNTH"}
+    return {
+        "mask": mask, "bias": bias, "scale": scale, "softcap": None, "sinks": None,
+        "dropout_p": dropout_p, "layout": "BNTH", "return_lse": False, "deterministic": None,
+    }  # fmt: skip
 
 
-def _remember(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
-    gqa: Any, options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Put the class of this call into the fast table, where no mask object need be checked again."""
-    call = admit(q, k, v, **options)
-    plan = plan_for(call.problem, wishes(None, None, scopes.current_scope(), scopes.local.module))
-    inner = api._runner(plan, call)
-    run: Any = inner
-    if (
-        call.mask is not None
-        and attn_mask is not None
-        and call.cast is None
-        and not call.problem.empty
-    ):
-        kernel = plan.kernel
-
-        def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Any:
-            return kernel(q, k, v, Dense(attn_mask), None, None)
-
-    elif attn_mask is not None:
-
-        def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Any:
-            boolean = attn_mask.dtype == torch.bool
-            mask, bias = (Dense(attn_mask), None) if boolean else (None, DenseBias(attn_mask))
-            return inner(q, k, v, mask, bias, None)
-
-    local = scopes.local
-    ambient = (scopes.scope.get(None), local.traced, local.module) if _state.armed else None
-    entry_key = (
-        None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale, gqa,
-        is_grad_enabled(), ambient, _get_deterministic_algorithms(), _environ(), _state.epoch,
-    )  # fmt: skip
-    if _table.find(entry_key, q, k, v) is None:
-        _table.add(entry_key, (tensor_check(q, k, v), run, plan))
-
-
-def _beyond(
-    q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
-) -> str | None:
-    """Say why polyattn leaves a call to torch, or None."""
-    for x in (q, k, v, *(() if mask is None else (mask,))):
-        if type(x) not in api._PLAIN:
-            return f"a tensor of type {type(x).__name__}"
-        if x.is_nested or x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
-            return f"a {x.layout} tensor on {x.device.type}"
-    if torch._C._are_functorch_transforms_active():
-        return "a function transform (torch.func) is active"
-    if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)):
-        return f"inputs of {q.dim()}, {k.dim()} and {v.dim()} dims"
-    if q.dtype != k.dtype or q.dtype != v.dtype or q.device != k.device or q.device != v.device:
-        return "inputs of several dtypes or devices"
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return f"inputs of dtype {q.dtype}"
-    if _shapes_beyond(q, k, v, gqa):
-        return f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, enable_gqa={gqa}"
-    numbers = [dropout_p, *([] if scale is None else [scale])]
-    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
-        return "a dropout_p or scale that is no Python number"
-    if not 0.0 <= dropout_p <= 1.0 or type(is_causal) is not bool or type(gqa) is not bool:
-        return "options out of range"
-    return None if mask is None else _mask_beyond(q, k, mask, is_causal)
-
-
-def _shapes_beyond(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> bool:
-    heads = k.shape[-3] == v.shape[-3] and (
-        q.shape[-3] % max(k.shape[-3], 1) == 0
-        if gqa and q.dim() == 4
-        else q.shape[-3] == k.shape[-3]
-    )
-    alike = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and k.shape[-2] == v.shape[-2]
-    sized = min(q.shape[-1], v.shape[-1], k.shape[-3]) > 0
-    return not (heads and alike and sized and q.shape[-1] == k.shape[-1])
-
-
-def _mask_beyond(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> str | None:
-    if is_causal:
-        return "attn_mask beside is_causal"
-    if mask.dtype not in (torch.bool, torch.float32, q.dtype) or mask.device != q.device:
-        return f"an attn_mask of dtype {mask.dtype} on {mask.device}"
-    full = (*q.shape[:-1], k.shape[-2])
-    got = (1,) * (len(full) - mask.dim()) + tuple(mask.shape)
-    if mask.dim() not in range(2, len(full) + 1) or any(
-        g not in (1, f) for g, f in zip(got, full, strict=True)
-    ):
-        return f"an attn_mask of shape {tuple(mask.shape)}"
-    return None
+def _mask_runner(plan: Plan, call: Call, attn_mask: Tensor | None) -> Any:
+    """Return ``run(q, k, v, attn_mask)``; a mask of a known shape need not be checked again."""
+    inner, kernel = runner(plan, call), plan.kernel
+    if attn_mask is None:
+        return inner
+    if call.mask is not None and call.cast is None and not call.problem.empty:
+        return lambda q, k, v, mask: kernel(q, k, v, Dense(mask), None, None)
+    if attn_mask.dtype == torch.bool:
+        return lambda q, k, v, mask: inner(q, k, v, Dense(mask), None, None)
+    return lambda q, k, v, mask: inner(q, k, v, None, DenseBias(mask), None)
 
 
 def _refuse_if_requested(reason: str) -> None:
-    asked = wishes(None, None, scopes.current_scope(), scopes.local.module).ordered()
+    asked = _asked()
     if asked:
         source, request = asked[0]
         raise Unsupported(
@@ -214,6 +192,15 @@ def _refuse_if_requested(reason: str) -> None:
             f"take, while {source} asks for {', '.join(request.names)}. Lift the request around "
             "this call, or pass inputs that polyattn models."
         )
+
+
+def _traced_switches() -> tuple[str, ...] | None:
+    layer = _switched_on()
+    return None if layer is None else tuple(sorted(layer))
+
+
+# read while tracing, as the switches stand then: what torch's own function does when compiled
+_traced_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _traced(
@@ -230,7 +217,7 @@ def _traced(
     plain = (
         q.dim() == 4 and k.dim() == 4 and v.dim() == 4 and not (is_causal and attn_mask is not None)
     )
-    if not plain or q.dtype != k.dtype or _shapes_beyond(q, k, v, gqa):
+    if not plain or q.dtype != k.dtype or shapes_beyond(q, k, v, gqa):
         return torch_sdpa(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
             enable_gqa=gqa,
@@ -238,5 +225,5 @@ def _traced(
     options = _options(attn_mask, dropout_p, is_causal, scale)
     return traced.attention(
         q, k, v, options["mask"], options["bias"], scale, None, None, dropout_p, "BNTH", False,
-        None, None,
+        None, None, _traced_switches(),
     )  # fmt: skip

@@ -16,7 +16,7 @@ def answer_empty(
     layout: str, return_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Any:
     """Return zeros and the lse of empty rows; gradients are zeros, too."""
-    q4, k4, v4 = (to_bnth(x, layout) for x in (q, k, v))
+    q4, v4 = to_bnth(q, layout), to_bnth(v, layout)
     out = q4.new_zeros((*q4.shape[:3], v4.shape[3]))
     if torch.is_grad_enabled():
         for x in (q, k, v):  # so that a backward finds its way, with gradients of zero

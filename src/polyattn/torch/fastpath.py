@@ -79,19 +79,21 @@ def _slow_check(*tensors: Tensor) -> Callable[..., bool]:
 
 
 class FastTable:
-    """A dictionary from option keys to the shapes seen with them; forgotten at a new epoch."""
+    """From option keys to the shapes seen with them; emptied when a choice may change."""
 
     def __init__(self) -> None:
         self.entries: dict[Any, tuple[Entry, ...]] = {}
-        self._epoch = scopes.state.epoch
+        scopes.listeners.append(self.entries.clear)
 
     def find(self, key: Any, q: Tensor, k: Tensor, v: Tensor) -> Entry | None:
         """Return the entry of these options and tensors, if there is one."""
         return next((e for e in self.entries.get(key, ()) if e[0](q, k, v)), None)
 
-    def add(self, key: Any, entry: Entry) -> None:
-        """Put an entry first among those of its options; the oldest are dropped."""
-        if self._epoch != scopes.state.epoch or len(self.entries) >= _MOST_KEYS:
-            self.entries.clear()
-            self._epoch = scopes.state.epoch
-        self.entries[key] = (entry, *self.entries.get(key, ()))[:_MOST_SHAPES]
+    def add(self, key: Any, entry: Entry, epoch: str) -> None:
+        """Put an entry first among those of its options, unless its `epoch` has passed."""
+        with scopes.lock:
+            if epoch != scopes.state.epoch:
+                return
+            if len(self.entries) >= _MOST_KEYS:
+                self.entries.clear()
+            self.entries[key] = (entry, *self.entries.get(key, ()))[:_MOST_SHAPES]

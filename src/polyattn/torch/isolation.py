@@ -70,7 +70,7 @@ def _finite(x: Tensor) -> Tensor:
     if fine.all():
         return x
     values = torch.where(fine, x, 0)
-    if x.requires_grad or 0 in x.stride() or (x.stride() == values.stride() and _lead(x) == 0):
+    if 0 in x.stride() or (x.stride() == values.stride() and _lead(x) == 0):
         return values
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     there = x.new_zeros(span + _lead(x))

@@ -15,10 +15,10 @@ import sys
 from types import FrameType
 from typing import Any
 
+from torch import is_inference_mode_enabled
 from torch._C import _current_graph_task_id as _graph_task
 from torch._C import _is_fwd_grad_enabled, is_grad_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
-from torch import is_inference_mode_enabled
 from torch.utils import checkpoint as _checkpoint
 
 __all__ = ["Regions", "is_possible", "regions"]

@@ -9,6 +9,7 @@ range, and kernels take their sizes from the tensors.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ _state, _local = scopes.state, scopes.local
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
     dropout_p: float, layout: str, return_lse: bool, deterministic: Any, backend: Any,
+    layer: tuple[str, ...] | None = None,
 ) -> Any:  # fmt: skip
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
     kind = q.device.type
@@ -48,9 +50,8 @@ def attention(
         cast = torch.get_autocast_dtype(kind)
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     sizes = _sizes(q, k, v, layout, mask)
-    if mask is not None:
-        if layout != "packed":
-            mask = simplify(mask, sizes.q_len, sizes.kv_len)
+    if mask is not None and layout != "packed":
+        mask = simplify(mask, sizes.q_len, sizes.kv_len)
     if mask is not None:
         mask = bind_mask(mask, q.device)
         check_mask(mask, sizes)
@@ -70,7 +71,7 @@ def attention(
         deterministic, torch.are_deterministic_algorithms_enabled(),
         q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1, backend,
         None if scope is _state else scope, _local.traced, _local.module, _state.forced,
-        _state.epoch,
+        layer, _state.epoch,
     )  # fmt: skip
     if sizes.batch == 0 or sizes.q_len == 0 or sizes.kv_len == 0:
         return answer_empty(layout, return_lse, q, k, v, sinks)
@@ -188,7 +189,8 @@ def _resolve(
     bias: str | None, bias_grad: bool, scale: str, softcap: str, sinks: int,
     sinks_grad: bool, dropout_p: str, grad: bool, lse: bool, deterministic: bool | None,
     globally_deterministic: bool, contiguous: bool, backend: Any, scope: str | None,
-    traced: str | None, module: str | None, forced: str | None, epoch: str,
+    traced: str | None, module: str | None, forced: str | None, layer: tuple[str, ...] | None,
+    epoch: str,
 ) -> int:  # fmt: skip
     """Choose a backend from constants; returns the number of its plan."""
     from polyattn.torch.door import dtype_name
@@ -206,11 +208,12 @@ def _resolve(
         deterministic=globally_deterministic if deterministic is None else deterministic,
         contiguous=contiguous, compiled=True,
     )  # fmt: skip
-    key = (problem, backend, scope, traced, module, forced, epoch)
+    key = (problem, backend, scope, traced, module, forced, layer, epoch)
     if key not in _numbers:
-        plan = plan_for(
-            problem, wishes(backend, None, traced if traced is not None else scope, module)
-        )
+        wanted = wishes(backend, None, traced if traced is not None else scope, module)
+        if layer is not None and not wanted.ordered():
+            wanted = replace(wanted, layer=frozenset(layer))
+        plan = plan_for(problem, wanted)
         number = len(_plans)
         _plans[number] = plan
         setattr(_kernels, f"number_{number}", plan.kernel)

@@ -75,7 +75,11 @@ def _merge(
     """Take one block of scores and values into the running maximum, sum and output."""
     higher = torch.maximum(m, scores.amax(-1, keepdim=True))
     weights, old = torch.exp(scores - higher), torch.exp(m - higher)
-    return higher, d * old + weights.sum(-1, keepdim=True), acc * old + _weigh(weights, values, hidden)
+    return (
+        higher,
+        d * old + weights.sum(-1, keepdim=True),
+        acc * old + _weigh(weights, values, hidden),
+    )
 
 
 def _weigh(weights: Tensor, values: Tensor, hidden: Any) -> Tensor:

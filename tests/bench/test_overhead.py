@@ -1,0 +1,167 @@
+"""The overhead benchmark: what it times, how it counts, what it writes. No figure is a test."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from polyattn.bench import cases, main, records
+from polyattn.bench.overhead import measure
+from polyattn.bench.timing import Pair, Timed, calibrate, time_pairs
+from polyattn.errors import PolyattnError
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return measure(rounds=2, block_s=2e-4, peers=True)
+
+
+def test_a_pair_measures_the_difference_of_its_statements() -> None:
+    slow = Pair("spin(400)", "spin(100)")
+    names = {"spin": lambda n: sum(range(n))}
+    (timed,), quiet = time_pairs([slow], names, rounds=3, block_s=1e-3)
+    summary = timed.summary()
+    assert len(timed.extras) == len(timed.bases) == 15
+    assert summary["extra_us"]["min"] <= summary["extra_us"]["median"] <= summary["extra_us"]["max"]
+    assert summary["extra_us"]["median"] > summary["over_us"]  # 300 steps more, over 100
+    assert len(quiet.foreign) == 3 and 0 <= quiet.dropped <= 3
+
+
+def test_a_scope_surrounds_the_statement_only() -> None:
+    from contextlib import contextmanager
+
+    inside: list[bool] = [False]
+    seen: dict[str, set[bool]] = {"a": set(), "b": set()}
+
+    @contextmanager
+    def scope():
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    names = {"note": lambda which: seen[which].add(inside[0])}
+    time_pairs([Pair("note('a')", "note('b')", scope)], names, rounds=2, block_s=1e-4)
+    assert seen == {"a": {True}, "b": {False}}
+
+
+def test_blocks_are_as_long_as_asked() -> None:
+    calls = calibrate(Pair("spin()", "spin()"), {"spin": lambda: sum(range(100))}, 1e-3)
+    assert calls > 10
+    assert calibrate(Pair("spin()", "spin()"), {"spin": lambda: sum(range(10**5))}, 1e-6) == 1
+
+
+def test_quartiles_come_from_the_differences() -> None:
+    extra = Timed(1, [0.0, 1e-6, 2e-6, 3e-6, 4e-6], [1e-6] * 5).summary()["extra_us"]
+    assert extra == {"median": 2.0, "min": 0.0, "max": 4.0, "q1": 1.0, "q3": 3.0}
+
+
+def test_the_record_has_every_row_with_its_goal(record: dict) -> None:
+    rows = {row["name"]: row for row in record["rows"]}
+    assert {case.name for case in cases.our_cases()} <= set(rows)
+    for name, goal in (
+        ("attention, BTNH", 1.0),
+        ("plan step, BNTH", 0.2),
+        ("attention, compiled", 1.0),
+    ):
+        assert rows[name]["goal_us"] == goal and rows[name]["met"] in (True, False)
+    assert record["goals_met"] == all(row.get("met", True) for row in record["rows"])
+    assert record["machine"]["cores"] >= 1 and record["versions"]["torch"]
+    assert record["schema"] == records.SCHEMA and json.loads(records.dump(record)) == record
+
+
+def test_peers_that_are_absent_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = [c for c in cases.peer_cases({}) if isinstance(c, cases.Missing)]
+    assert [peer.name.split()[0] for peer in missing] == ["diffusers", "transformers"]
+    assert all("pip install" in peer.how_to_get_it for peer in missing)
+
+
+def test_a_row_that_computes_something_else_is_refused() -> None:
+    from polyattn.bench.overhead import _require_same_answer
+
+    names = cases.namespace()
+    with pytest.raises(PolyattnError, match="different results"):
+        _require_same_answer(cases.Case("wrong", "attention(q, k, v)", cases.BNTH), names)
+
+
+def test_another_backend_than_the_one_compared_with_is_refused(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    from polyattn import use_backend
+
+    with use_backend("sdpa_math"):
+        assert main(["overhead", "--rounds", "2"]) == 2
+    assert "sdpa_math" in capsys.readouterr().err
+
+
+def test_the_process_is_left_as_it_was(record: dict) -> None:
+    import gc
+
+    import torch
+
+    threads, armed = torch.get_num_threads(), gc.isenabled()
+    measure(rounds=2, block_s=1e-4, peers=False)
+    assert (torch.get_num_threads(), gc.isenabled()) == (threads, armed)
+
+
+def test_command_prints_table_and_writes_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = ["overhead", "--rounds", "2", "--block-ms", "0.1", "--no-peers"]
+    code = main([*quick, "--out"])
+    printed = capsys.readouterr().out
+    (written,) = (tmp_path / "benchmarks" / "results").rglob("overhead.json")
+    assert code == (0 if records.read(written)["goals_met"] else 1)
+    assert "goal us" in printed and "median" in printed
+    code = main([*quick, "--json"])
+    assert json.loads(capsys.readouterr().out)["kind"] == "overhead"
+
+
+@pytest.mark.parametrize("rounds", ["1", "0", "-3"])
+def test_too_few_rounds_are_refused(rounds: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["overhead", "--rounds", rounds]) == 2
+    assert "at least 2" in capsys.readouterr().err
+
+
+def test_plot_is_drawn(record: dict, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from polyattn.bench.plot import draw
+
+    assert draw(record, tmp_path / "a" / "plot.png").stat().st_size > 1000
+
+
+def shifted(record: dict, by: float) -> dict:
+    copy = json.loads(records.dump(record))
+    for row in copy["rows"]:
+        if row.get("extra_us"):
+            row["extra_us"] = {name: value + by for name, value in row["extra_us"].items()}
+    return copy
+
+
+def test_compare_knows_slower_from_noise(
+    record: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for name, by in (("a", 0.0), ("b", 1e4)):
+        records.write(shifted(record, by), tmp_path / f"{name}.json")
+    a, b = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    assert main(["compare", a, a]) == 0
+    assert main(["compare", a, b]) == 1
+    assert main(["compare", b, a]) == 0
+    capsys.readouterr()
+    assert main(["compare", a, b, "--json"]) == 1
+    compared = json.loads(capsys.readouterr().out)
+    assert {row["verdict"] for row in compared["rows"]} == {"slower"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "other", "rows": []}', "nonsense"])
+def test_a_foreign_file_is_a_clear_error(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(text)
+    assert main(["compare", str(path), str(path)]) == 2
+    assert "polyattn bench" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "none.json"), str(path)]) == 2
