@@ -3,10 +3,10 @@
 | variable | values | meaning |
 |---|---|---|
 | ``POLYATTN_BACKEND`` | a backend's name | request this backend everywhere (source ``ENV``) |
-| ``POLYATTN_ON_UNSUPPORTED`` | ``error`` (default), ``fallback`` | what a request that cannot be met does |
+| ``POLYATTN_ON_UNSUPPORTED`` | ``error`` (default), ``fallback`` | if a request cannot be met |
 | ``POLYATTN_CACHE_DIR`` | a directory | where the tuning table lives |
-| ``POLYATTN_TUNING`` | ``on`` (default), ``off`` | whether measured times take part in the choice |
-| ``POLYATTN_PLUGINS`` | ``on`` (default), ``off`` | whether entry points of other packages are loaded |
+| ``POLYATTN_TUNING`` | ``on`` (default), ``off`` | whether measured times count |
+| ``POLYATTN_PLUGINS`` | ``on`` (default), ``off`` | whether other packages' backends load |
 
 A value that means nothing is an error that lists the valid ones, never ignored.
 """

@@ -95,6 +95,8 @@ def _flash_extra(p: Problem) -> Iterator[Reason]:
         return
     if p.mask and p.q_len > p.kv_len:  # rows without keys, whose lse would be +inf
         yield Reason("mask", f"a causal mask with T={p.q_len} > S={p.kv_len}", "T <= S")
+    if p.mask and p.scale is not None and p.scale <= 0:  # the kernel scales its -inf
+        yield Reason("scale", f"{p.scale} with a causal mask", "a scale > 0")
     small = p.arch in ("sm_86", "sm_89", "sm_120", "sm_121")
     if p.grad and small and p.head_dim > 192 and (p.head_dim <= 224 or p.dropout_p > 0):
         yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")

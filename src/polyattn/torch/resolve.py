@@ -16,7 +16,7 @@ from polyattn.decide import Tuned, Wishes, select
 from polyattn.errors import MissingDependency, PolyattnError
 from polyattn.facts import Facts
 from polyattn.problem import Problem
-from polyattn.registry import registry
+from polyattn.registry import Backend, registry
 from polyattn.requests import Request
 from polyattn.selection import Selection
 
@@ -87,7 +87,7 @@ def plan_for(problem: Problem, wishes: Wishes) -> Plan:
 
 def prepared(selection: Selection, problem: Problem) -> Callable[..., Any]:
     """Return the kernel of a selection, loading its backend if this is its first use."""
-    prepare = _loaded(selection.backend, id(registry[selection.backend]))
+    prepare = _loaded(registry[selection.backend])
     kernel = prepare(problem, selection.config)
     if not callable(kernel):
         raise PolyattnError(
@@ -97,9 +97,15 @@ def prepared(selection: Selection, problem: Problem) -> Callable[..., Any]:
     return kernel
 
 
-@functools.lru_cache(maxsize=256)
-def _loaded(name: str, identity: int) -> Callable[..., Any]:
-    return registry[name].load()
+_prepares: dict[str, tuple[Backend, Callable[..., Any]]] = {}
+
+
+def _loaded(backend: Backend) -> Callable[..., Any]:
+    """Load a backend once; one that was registered again under the name is another backend."""
+    known = _prepares.get(backend.name)
+    if known is None or known[0] is not backend:
+        known = _prepares[backend.name] = backend, backend.load()
+    return known[1]
 
 
 @functools.lru_cache(maxsize=1)
