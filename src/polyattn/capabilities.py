@@ -42,7 +42,7 @@ def arch_number(arch: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The problems a backend runs exactly; everything not declared is refused.
+    r"""The problems a backend runs exactly; everything not declared is refused.
 
     `archs` bounds CUDA compute capabilities, e.g. ``(80, 121)``; `head_dims` is (smallest,
     largest, multiple). `exactness` other than ``"exact"`` marks a quantised backend, which is
@@ -52,7 +52,7 @@ class Capabilities:
     >>> small = Problem(batch=1, q_len=4, kv_len=4, heads=1, kv_heads=1, head_dim=8)
     >>> can.check(small)
     ()
-    >>> print(*can.check(small.with_(dtype="float64", lse=True)), sep="\\n")
+    >>> print(*can.check(small.with_(dtype="float64", lse=True)), sep="\n")
     dtype: got float64, takes float32
     lse: got return_lse=True, takes no log-sum-exp output
     """

@@ -182,8 +182,8 @@ def _refusal(
     problem: Problem, source: Source, request: Request, decisions: Mapping[str, Decision]
 ) -> str:
     lines = [
-        f"got a request for {', '.join(request.names)} ({source}, {_ASKED_BY[source]}), which "
-        "cannot run this problem:",
+        f"got a request for {', '.join(request.names)} ({source}, {_ASKED_BY[source]}), for "
+        + "a problem that cannot run there:",
         f"  {problem}",
     ]
     for name in request.names:

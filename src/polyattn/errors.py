@@ -5,7 +5,7 @@
     PolyattnError
     ├── InvalidProblem      (ValueError)    the call itself is wrong: shapes, dtypes, options
     ├── UnknownBackend      (ValueError)    a name that nothing registered answers to
-    ├── Unsupported         (RuntimeError)  nobody who was asked for can run the problem; carries `decisions`
+    ├── Unsupported         (RuntimeError)  who was asked for cannot run it; see `decisions`
     ├── MissingDependency   (ImportError)   a package that is needed is not installed
     ├── SettingsError       (ValueError)    an environment variable holds a value that means nothing
     ├── TuningError         (ValueError)    a tuning or record file that cannot be read

@@ -1,4 +1,4 @@
-"""A backend as the classes that model layers are written against: backend, impl, metadata, builder."""
+"""A backend as the classes that layers are written against: impl, metadata, builder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class AttentionMetadataBuilder:
         for name in values:
             if name not in known:
                 raise InvalidProblem(
-                    f"got metadata {name!r}, expected {', '.join(known)}.{near_matches(name, known)}"
+                    f"got metadata {name!r}, expected {', '.join(known)}."
+                    f"{near_matches(name, known)}"
                 )
         return AttentionMetadata(**values)
 
@@ -64,7 +65,7 @@ class AttentionImpl:
         if min(num_heads, head_size, self.num_kv_heads) < 1 or num_heads % self.num_kv_heads:
             raise InvalidProblem(
                 f"got num_heads={num_heads}, head_size={head_size}, num_kv_heads="
-                f"{self.num_kv_heads}, expected sizes >= 1 and heads in multiples of key/value heads."
+                f"{self.num_kv_heads}, expected sizes >= 1, heads a multiple of key/value heads."
             )
         self.softmax_scale, self.causal = softmax_scale, causal
         self.prefix, self.dropout_p = prefix, dropout_p
@@ -91,7 +92,7 @@ class AttentionImpl:
         ):
             raise InvalidProblem(
                 f"got query {tuple(query.shape)} and key {tuple(key.shape)}, expected "
-                f"(B, T, {self.num_heads}, {self.head_size}) and {self.num_kv_heads} key/value heads."
+                f"(B, T, {self.num_heads}, {self.head_size}) and {self.num_kv_heads} heads of keys."
             )
         mask = attn_metadata.mask if attn_metadata is not None else None
         if self.causal:

@@ -146,7 +146,7 @@ class Registry:
         found = self.expand(name, asked_by=asked_by)
         if len(found) != 1 or str(name).lower() in self._groups:
             raise UnknownBackend(
-                f"got {asked_by} {name!r}, which stands for {', '.join(found)}; expected one of them."
+                f"got {asked_by} {name!r}, which stands for {', '.join(found)}; expected one."
             )
         return found[0]
 

@@ -94,7 +94,7 @@ def nested(
 nested._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a pure function of constants
 
 
-class use_backend:  # noqa: N801 - reads as a statement
+class use_backend:
     """Ask for backends within a ``with`` block, or within a decorated function.
 
     `names`: an ordered allow-list; the first that can run a problem runs it, and if none can,
@@ -165,7 +165,7 @@ class use_backend:  # noqa: N801 - reads as a statement
         return Request.decode(scopes.current_scope() or "")
 
 
-class record_selections(AbstractContextManager[list[Selection]]):  # noqa: N801
+class record_selections(AbstractContextManager[list[Selection]]):
     """Record what really runs: one :class:`~polyattn.selection.Selection` per call, in order.
 
     ::
@@ -230,7 +230,7 @@ def set_backend(
     *,
     on_unsupported: str | None = None,
 ) -> ModulePolicy:
-    """Attach backends to modules by name pattern (source ``MODULE``).
+    r"""Attach backends to modules by name pattern (source ``MODULE``).
 
     `policy` maps patterns to a name, an ordered list of names, or None (automatic again, within
     a module that has a policy). A pattern is a glob or a regular expression for the whole dotted
@@ -241,7 +241,7 @@ def set_backend(
 
     ::
 
-        policy = set_backend(model, {r"blocks\\.[0-3]\\..*attn": "sdpa_math", "*": "sdpa_flash"})
+        policy = set_backend(model, {r"blocks\.[0-3]\..*attn": "sdpa_math", "*": "sdpa_flash"})
     """
     if not isinstance(policy, Mapping):
         policy = {"": policy}
