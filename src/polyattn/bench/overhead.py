@@ -12,7 +12,7 @@ from typing import Any
 from polyattn.bench import cases, machine
 from polyattn.bench.cases import Case, Missing
 from polyattn.bench.records import SCHEMA
-from polyattn.bench.timing import PAIRS, Pair, time_pairs
+from polyattn.bench.timing import PAIRS, Pair, Rounds, time_pairs
 from polyattn.errors import MissingDependency, PolyattnError
 
 __all__ = ["measure"]
@@ -42,6 +42,11 @@ def measure(*, rounds: int = 25, block_s: float = 0.002, peers: bool = True) -> 
             for row in listed
         ]
         rows.append(_first_call(names, rounds))
+    return _record(rows, rounds, quiet)
+
+
+def _record(rows: list[dict[str, Any]], rounds: int, quiet: Rounds) -> dict[str, Any]:
+    """Return the rows with all that was in force when they were measured."""
     return {
         "schema": SCHEMA,
         "kind": "overhead",

@@ -10,6 +10,8 @@ from polyattn.errors import MissingDependency
 
 __all__ = ["draw"]
 
+LARGEST_US = 100.0
+
 
 def draw(record: Mapping[str, Any], path: Path) -> Path:
     """Draw the extra time of each row with its quartiles and goal, and write it to `path`."""
@@ -22,7 +24,9 @@ def draw(record: Mapping[str, Any], path: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in reversed(record["rows"]) if row.get("extra_us")]
+    measured = [row for row in reversed(record["rows"]) if row.get("extra_us")]
+    # a row that costs a hundred times the goal would make all others one line
+    rows = [row for row in measured if row["extra_us"]["median"] < LARGEST_US]
     medians = [row["extra_us"]["median"] for row in rows]
     spread = [
         [max(0.0, row["extra_us"]["median"] - row["extra_us"]["q1"]) for row in rows],
@@ -33,6 +37,10 @@ def draw(record: Mapping[str, Any], path: Path) -> Path:
     axes.barh(range(len(rows)), medians, xerr=spread, color=colors, ecolor="#333333", capsize=2)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     for place, row in enumerate(rows):
+        median, high = row["extra_us"]["median"], row["extra_us"]["q3"]
+        axes.annotate(
+            f"{median:.2f}", (max(median, high), place), (6, -3), textcoords="offset points"
+        )
         if row["goal_us"] is not None:
             axes.plot([row["goal_us"]] * 2, [place - 0.4, place + 0.4], color="#d00000", lw=2)
     axes.set_xlabel("extra time over the kernel call, us (median, quartiles; red: goal)")

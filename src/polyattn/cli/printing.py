@@ -79,6 +79,6 @@ def seconds(value: float | None) -> str:
     if value is None:
         return ""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size or unit == "us":
+        if value >= size * 0.9995 or unit == "us":
             return f"{value / size:.3g} {unit}"
     return ""

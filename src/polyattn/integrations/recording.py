@@ -31,7 +31,7 @@ __all__ = ["Case", "Passed", "Record", "Recorder", "Ran", "read_record", "write_
 
 APPLICATION = "polyattn-record"
 SCHEMA = 1
-MOST_CASES_OF_A_CLASS = 3
+MOST_CASES_OF_A_CLASS = 2
 _ADVICE = "pass a file that `polyattn run --record FILE` wrote, or record again"
 
 

@@ -3,7 +3,7 @@
 A *block* is a few milliseconds of calls: short against the time slices of other processes, so
 that a median drops what those disturb. A *round* goes over all candidates several times, in an
 order that turns, and gives each the median of its blocks. Rounds during which other processes
-took more than :data:`QUIET` of the cores are measured again (at most as often as there are
+took more than :data:`QUIET` of the cores are measured again (at most half as many as there are
 rounds), and the quietest are kept: chosen by the others' load, never by the result. Warm-up is
 apart; the cost of the loop is subtracted. Candidates that are far behind run once a round.
 """
@@ -70,7 +70,7 @@ def time_interleaved(
     loops = {name: max(1, min(20_000, round(block_s / single[name]))) for name in steps}
     turns = max(1, min(_MOST_BLOCKS, round(_ROUND_S / sum(max(block_s, single[n]) for n in near))))
     kept: list[tuple[float, dict[str, float]]] = []
-    for attempt in range(2 * rounds):
+    for attempt in range(rounds + rounds // 2):
         names = near if attempt >= rounds else list(steps)
         watch = _Watch()
         blocks: dict[str, list[float]] = {name: [] for name in names}

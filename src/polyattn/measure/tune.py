@@ -123,7 +123,8 @@ def _measured(case: Case, purse: _Purse, report: Callable[[str], None]) -> Found
     every = candidates(inputs.problem)
     for candidate in every:
         report(f"{candidate.label}: {problem.shapes}")
-        _make_ready(candidate, inputs, truth, purse)
+        fastest_s = min((c.first_s for c in every if c.status == "ok" and c.first_s), default=math.inf)
+        _make_ready(candidate, inputs, truth, purse, fastest_s)
     able = {c.label: c for c in every if c.status == "ok"}
     report(f"timing {len(able)} candidates: {problem.shapes}")
     outcome.timed = [_timed(candidate) for candidate in every]
@@ -136,7 +137,9 @@ def _measured(case: Case, purse: _Purse, report: Callable[[str], None]) -> Found
     return outcome, able
 
 
-def _make_ready(candidate: Candidate, inputs: Inputs, truth: Truth, purse: _Purse) -> None:
+def _make_ready(
+    candidate: Candidate, inputs: Inputs, truth: Truth, purse: _Purse, fastest_s: float
+) -> None:
     if not purse.allows(candidate):
         candidate.status = "too slow"
         candidate.note = (
@@ -146,7 +149,10 @@ def _make_ready(candidate: Candidate, inputs: Inputs, truth: Truth, purse: _Purs
         return
     begin = time.perf_counter()
     bounds = purse.bounds
-    ready(candidate, inputs, truth, limit_s=bounds.prepare_s, call_limit_s=bounds.call_s)
+    ready(
+        candidate, inputs, truth, limit_s=bounds.prepare_s, call_limit_s=bounds.call_s,
+        fastest_s=fastest_s,
+    )  # fmt: skip
     purse.pay(candidate, time.perf_counter() - begin)
 
 

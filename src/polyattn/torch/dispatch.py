@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -132,14 +133,18 @@ def runner(plan: Plan, call: Call) -> Callable[..., Any]:
             problem.layout, problem.lse, q, k, v, sinks
         )
     if bound is None:
-        if problem.bias is None and not problem.sinks:
-            return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v)
+        if not call.masked and _takes_three(kernel):
+            return kernel  # no frame between the call and the kernel
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, None, bias, sinks)
     if is_static(bound):
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, bound, bias, sinks)
     return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(
         q, k, v, rebind(mask, problem, q.device), bias, sinks
     )
+
+
+def _takes_three(kernel: Any) -> bool:
+    return isinstance(kernel, FunctionType) and len(kernel.__defaults__ or ()) >= 3
 
 
 def _cast_runner(plan: Plan, call: Call) -> Callable[..., Any]:

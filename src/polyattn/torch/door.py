@@ -35,6 +35,7 @@ class Call:
     bias: Bias | None
     sinks: Tensor | None
     cast: torch.dtype | None  # what autocast turns the inputs into
+    masked: bool  # a mask was given, though it may have been simplified away
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -52,7 +53,7 @@ def admit(
     return_lse: bool = False, deterministic: bool | None = None,
 ) -> Call:  # fmt: skip
     """Check a call of :func:`polyattn.torch.attention`; raise :class:`InvalidProblem`."""
-    shapes = _shapes(q, k, v, layout)
+    shapes, masked = _shapes(q, k, v, layout), mask is not None
     _types(mask, bias, scale, softcap, sinks, dropout_p)
     device = q.device
     cast = _autocast(q)
@@ -90,7 +91,7 @@ def admit(
         check_mask(mask, problem)
     if bias is not None:
         check_bias(bias, problem, device)
-    return Call(problem, mask, bias, sinks, cast)
+    return Call(problem, mask, bias, sinks, cast, masked)
 
 
 def rebind(mask: Mask, problem: Problem, device: torch.device) -> Mask:

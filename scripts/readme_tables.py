@@ -1,0 +1,127 @@
+"""The tables in README.md: the backends from their declarations, the costs from the record.
+
+``python scripts/readme_tables.py`` says whether they are up to date, ``--write`` makes them so.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from polyattn.capabilities import ALL_MASKS, Capabilities
+from polyattn.registry import Backend, Registry, registry
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN = "<!-- {}: made by scripts/readme_tables.py --write -->"
+END = "<!-- end of {} -->"
+
+FEATURES = {
+    "softcap": "soft cap", "sinks": "sinks", "dropout": "dropout", "gqa": "GQA",
+    "value_dim": "value dim other than head dim", "lse": "lse", "backward": "backward",
+    "bias_grad": "bias gradient", "compiled": "`torch.compile`",
+}  # fmt: skip
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def table(backends: Registry) -> str:
+    """Return the table in Markdown, one row for each backend and device it declares."""
+    lines = ["| backend | device | dtypes | refuses | what it is |", "|---|---|---|---|---|"]
+    for backend in backends:
+        if backend.name in IN_TREE:
+            lines += [f"| {' | '.join(row)} |" for row in rows(backend)]
+    return "\n".join(lines)
+
+
+IN_TREE = frozenset(
+    {"sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", "reference"}
+)
+
+
+def rows(backend: Backend) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of a backend's rows."""
+    declared = backend.capabilities
+    for can in declared if isinstance(declared, tuple) else (declared,):
+        yield (
+            f"`{backend.name}`", ", ".join(sorted(can.devices)), dtypes(can), refusals(can),
+            backend.summary,
+        )  # fmt: skip
+
+
+def dtypes(can: Capabilities) -> str:
+    """Return the dtypes, short."""
+    return ", ".join(short for name, short in SHORT.items() if name in can.dtypes)
+
+
+def refusals(can: Capabilities) -> str:
+    """Return what the declaration does not allow."""
+    found = [text for name, text in FEATURES.items() if not getattr(can, name)]
+    if lacking := ALL_MASKS - set(can.masks) - {"Full"}:
+        known = ", ".join(f"`{name}`" for name in sorted(can.masks))
+        found.insert(0, f"masks but {known}" if len(lacking) > 3 else ", ".join(sorted(lacking)))
+    if not can.biases:
+        found.insert(1, "biases")
+    return ", ".join(found) or "nothing"
+
+
+def costs() -> str:
+    """Return the table of overheads of the record in benchmarks/results, the first by name."""
+    path = min((ROOT / "benchmarks" / "results").glob("*/overhead.json"))
+    record = json.loads(path.read_text(encoding="utf-8"))
+    machine, found = record["machine"], {row["name"]: row for row in record["rows"]}
+    busy = record["foreign_load"]["median"]
+    where = (
+        f"{machine['cpu']}, {machine['cores']} cores, torch {record['versions']['torch']}, "
+        f"{record['date'][:10]}, others busy {busy:.0%}: "
+        f"[the record]({path.relative_to(ROOT).as_posix()})."
+    )
+    lines = [
+        where,
+        "",
+        "| call | over the kernel, us | goal |",
+        "|---|---:|---|",
+    ]
+    for name in SHOWN:
+        row = found[name]
+        goal = "" if row["goal_us"] is None else f"{row['goal_us']}: {_met(row['met'])}"
+        lines.append(f"| {name} | {row['extra_us']['median']:.1f} | {goal} |")
+    return "\n".join(lines)
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "not met"
+
+
+SHOWN = (
+    "attention, BNTH", "attention, BTNH", "plan step, BNTH", "attention, compiled",
+    "in use_backend(...)", "mask=causal", "polyattn's drop-in F.sdpa", "torch F.sdpa",
+    "with sdpa_kernel(FLASH): F.sdpa", "diffusers dispatch_attention_fn",
+    "transformers sdpa_attention_forward",
+)  # fmt: skip
+
+
+def filled(page: str) -> str:
+    """Return the page with each made part between its marks."""
+    for name, made in (("backends", table(registry)), ("costs", costs())):
+        begin, end = BEGIN.format(name), END.format(name)
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"got README.md without the marks {begin} and {end}")
+        page = f"{before}{begin}\n{made}\n{end}{after}"
+    return page
+
+
+def main() -> int:
+    """Write README.md, or say whether it is as it would be written."""
+    page = ROOT / "README.md"
+    text = page.read_text(encoding="utf-8")
+    if "--write" in sys.argv[1:]:
+        page.write_text(filled(text), encoding="utf-8")
+        return 0
+    same = filled(text) == text
+    print("README.md is up to date" if same else "run: python scripts/readme_tables.py --write")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
