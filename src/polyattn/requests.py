@@ -178,15 +178,19 @@ class record_selections(AbstractContextManager[list[Selection]]):
     """
 
     def __init__(self) -> None:
-        self._tokens: list[Token[Any]] = []
+        self._tokens: list[tuple[Token[Any], Token[str]]] = []
 
     def __enter__(self) -> list[Selection]:
         ran: list[Selection] = []
-        self._tokens.append(scopes.recording.set((*scopes.recording.get(()), ran)))
+        scopes.state.armed = True
+        recording = scopes.recording.set((*scopes.recording.get(()), ran))
+        self._tokens.append((recording, scopes.recorded.set("recorded")))
         return ran
 
     def __exit__(self, *exc: object) -> None:
-        scopes.recording.reset(self._tokens.pop())
+        recording, recorded = self._tokens.pop()
+        scopes.recorded.reset(recorded)
+        scopes.recording.reset(recording)
 
 
 class ModulePolicy(AbstractContextManager["ModulePolicy"]):

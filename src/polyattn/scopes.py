@@ -27,6 +27,7 @@ __all__ = [
     "listeners",
     "local",
     "lock",
+    "recorded",
     "recording",
     "scope",
     "set_forced",
@@ -45,6 +46,9 @@ lock = threading.RLock()
 listeners: list[Callable[[], None]] = []
 """What is called when a cached choice may no longer be right."""
 
+recorded: ContextVar[str] = ContextVar("polyattn_recorded")
+"""Text that is not empty while selections are recorded: what compiled code guards."""
+
 _saved: ContextVar[tuple[tuple[Token[str], str, str | None], ...]] = ContextVar(
     "polyattn_saved", default=()
 )
@@ -54,7 +58,7 @@ class Ambient:
     """What a call reads of its surroundings; every attribute can be guarded by a compiler."""
 
     scope = property(scope.get)
-    recorder = property(recording.get)
+    recorded = property(recorded.get)
 
     def __init__(self) -> None:
         self.epoch = "0"  # text, which compilers never take for a symbolic size
@@ -73,6 +77,8 @@ class Local(threading.local):
         self.traced: str | None = None
 
 
+scope.set("")  # so that compiled code of this context guards a text in any case
+recorded.set("")
 state = Ambient()
 local = Local()
 is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end replaces it

@@ -116,7 +116,7 @@ def _backends() -> list[dict[str, Any]]:
     try:
         names = registry.names()
     except PolyattnError:  # a bad setting keeps plugins away; what is in the tree is known
-        names = registry.names()
+        names = tuple(registry._backends)
     return [_backend(name) for name in names]
 
 

@@ -82,12 +82,17 @@ def _exit_code(start: Callable[[], object]) -> int:
         print(leave.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        sys.excepthook(type(error), error, _own_frames_cut(error))
-        return 130
+        return _shown(error, 130)
     except BaseException as error:
-        sys.excepthook(type(error), error, _own_frames_cut(error))
-        return 1
+        return _shown(error, 1)
     return 0
+
+
+def _shown(error: BaseException, code: int) -> int:
+    """Print the traceback as the interpreter would, without the frames of this module."""
+    error.__traceback__ = _own_frames_cut(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+    return code
 
 
 def _await_threads() -> None:

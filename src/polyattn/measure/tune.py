@@ -123,7 +123,9 @@ def _measured(case: Case, purse: _Purse, report: Callable[[str], None]) -> Found
     every = candidates(inputs.problem)
     for candidate in every:
         report(f"{candidate.label}: {problem.shapes}")
-        fastest_s = min((c.first_s for c in every if c.status == "ok" and c.first_s), default=math.inf)
+        fastest_s = min(
+            (c.first_s for c in every if c.status == "ok" and c.first_s), default=math.inf
+        )
         _make_ready(candidate, inputs, truth, purse, fastest_s)
     able = {c.label: c for c in every if c.status == "ok"}
     report(f"timing {len(able)} candidates: {problem.shapes}")

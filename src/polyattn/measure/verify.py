@@ -154,6 +154,8 @@ def _spread(p: Problem) -> int:
 
 
 def _to_cpu(name: str, x: object) -> object:
+    if x is None:
+        return None
     return x.cpu() if isinstance(x, Tensor) else torch.as_tensor(x)
 
 

@@ -22,10 +22,11 @@ from polyattn.masks import Mask
 from polyattn.problem import Problem
 from polyattn.requests import Request
 from polyattn.selection import Selection
-from polyattn.torch import recompute, traced
+from polyattn.torch import recompute
 from polyattn.torch.dispatch import dispatch, resolve, runner, table
 from polyattn.torch.door import admit
 from polyattn.torch.resolve import choose, wishes
+from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]
 
@@ -80,7 +81,7 @@ def attention(
     torch.Size([1, 4, 2, 8])
     """
     if is_dynamo_compiling():
-        return traced.attention(
+        return traced_attention(
             query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse,
             deterministic, backend,
         )  # fmt: skip

