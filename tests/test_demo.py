@@ -18,11 +18,24 @@ def test_embed_sentences():
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"the demo needs {name}")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "embed_sentences.py"), "--json", "--passages", "12",
-         "--rounds", "5", "--compile-seconds", "0", "--tune-seconds", "10"],
-        capture_output=True, text=True, timeout=240,
+        [
+            sys.executable,
+            str(ROOT / "examples" / "embed_sentences.py"),
+            "--json",
+            "--passages",
+            "12",
+            "--rounds",
+            "5",
+            "--compile-seconds",
+            "0",
+            "--tune-seconds",
+            "10",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["agreement"]["least_cosine"] > 0.99999

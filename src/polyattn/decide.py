@@ -181,11 +181,8 @@ _ASKED_BY = {
 def _refusal(
     problem: Problem, source: Source, request: Request, decisions: Mapping[str, Decision]
 ) -> str:
-    lines = [
-        f"got a request for {', '.join(request.names)} ({source}, {_ASKED_BY[source]}), for "
-        + "a problem that cannot run there:",
-        f"  {problem}",
-    ]
+    asked = f"{', '.join(request.names)} ({source}, {_ASKED_BY[source]})"
+    lines = [f"got a request for {asked}, where this problem cannot run:", f"  {problem}"]
     for name in request.names:
         decision = decisions.get(name) or f"runs {problem.framework}'s arrays not at all"
         lines.append(f"  - {name}: {decision}")

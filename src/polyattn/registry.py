@@ -195,7 +195,7 @@ class Registry:
             self.faults[f"{entry.name} ({entry.value})"] = f"{type(error).__name__}: {error}"
 
 
-IN_TREE = ("polyattn.torch.declarations",)
+IN_TREE = ("polyattn.declared.torch_backends",)
 """Modules that declare this package's backends; they import no framework."""
 
 

@@ -182,12 +182,13 @@ class record_selections(AbstractContextManager[list[Selection]]):
 
     def __enter__(self) -> list[Selection]:
         ran: list[Selection] = []
-        scopes.state.armed = True
+        scopes.record(1)
         recording = scopes.recording.set((*scopes.recording.get(()), ran))
         self._tokens.append((recording, scopes.recorded.set("recorded")))
         return ran
 
     def __exit__(self, *exc: object) -> None:
+        scopes.record(-1)
         recording, recorded = self._tokens.pop()
         scopes.recorded.reset(recorded)
         scopes.recording.reset(recording)
@@ -272,7 +273,7 @@ def set_backend(
         handle._handles.append(modules[name].register_forward_pre_hook(_Enter(encoded)))
         handle._handles.append(modules[name].register_forward_hook(_Leave(), always_call=True))
     if requests:
-        scopes.state.armed = True
+        scopes.ask()
     return handle
 
 

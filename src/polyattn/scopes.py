@@ -20,6 +20,7 @@ from typing import Any
 
 __all__ = [
     "Ambient",
+    "ask",
     "current_scope",
     "enter",
     "invalidate",
@@ -27,6 +28,7 @@ __all__ = [
     "listeners",
     "local",
     "lock",
+    "record",
     "recorded",
     "recording",
     "scope",
@@ -63,7 +65,9 @@ class Ambient:
     def __init__(self) -> None:
         self.epoch = "0"  # text, which compilers never take for a symbolic size
         self.forced: str | None = None
-        self.armed = False
+        self.armed = False  # whether calls have to look around for requests and recorders
+        self.asked = False  # whether anything was ever asked for: recomputations must know
+        self.recorders = 0
 
 
 class Local(threading.local):
@@ -92,9 +96,21 @@ def invalidate() -> None:
             forget()
 
 
+def ask() -> None:
+    """Note that something is asked for; from now on every call looks around."""
+    state.asked = state.armed = True
+
+
+def record(count: int) -> None:
+    """Note that a recorder begins (1) or ends (-1)."""
+    with lock:
+        state.recorders += count
+        state.armed = state.asked or state.recorders > 0
+
+
 def set_forced(name: str | None) -> None:
     """Force a backend for the whole process, all threads; None returns to automatic."""
-    state.armed = True
+    ask()
     state.forced = name
     invalidate()
 
@@ -113,7 +129,7 @@ def enter(encoded: str) -> str | None:
     if is_tracing():
         local.traced = encoded
         return before
-    state.armed = True
+    ask()
     local.traced = None
     outer = scope.get("")
     _saved.set((*_saved.get(), (scope.set(encoded), outer, before)))

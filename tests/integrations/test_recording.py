@@ -52,7 +52,9 @@ def test_growing_keys_do_not_grow_the_record():
     assert len(record.cases) <= 14
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign", "schema", "json", "problem", "mask", "bomb", "empty"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "foreign", "schema", "json", "problem", "mask", "bomb", "empty"]
+)
 def test_damaged_records_are_refused(tmp_path, damage):
     path = tmp_path / "r.jsonl"
     write_record(recorded()[0], path)
@@ -70,7 +72,9 @@ def test_damaged_records_are_refused(tmp_path, damage):
     elif damage == "bomb":
         lines[1]["attn_mask"]["shape"] = lines[1]["attn_mask"]["stored"] = [1 << 20, 1 << 20]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    path.write_text("" if damage == "empty" else text.replace("{", "", 1) if damage == "json" else text)
+    path.write_text(
+        "" if damage == "empty" else text.replace("{", "", 1) if damage == "json" else text
+    )
     with pytest.raises(TuningError, match="record"):
         read_record(path)
 
@@ -84,7 +88,9 @@ def test_a_missing_file_and_an_unwritable_one(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float16])
 def test_arrays_come_back(dtype):
-    array = torch.randn(3, 1, 5, 7) > 0 if dtype == torch.bool else torch.randn(3, 1, 5, 7).to(dtype)
+    array = (
+        torch.randn(3, 1, 5, 7) > 0 if dtype == torch.bool else torch.randn(3, 1, 5, 7).to(dtype)
+    )
     stored = StoredArray.from_dict(json.loads(json.dumps(take(array).to_dict())))
     assert torch.equal(stored.restore(), array)
 

@@ -1,4 +1,5 @@
 import threading
+from typing import ClassVar
 
 import pytest
 
@@ -28,7 +29,11 @@ def q():
 
 
 def places():
-    return F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention, imported_before
+    return (
+        F.scaled_dot_product_attention,
+        torch._C._nn.scaled_dot_product_attention,
+        imported_before,
+    )
 
 
 def test_every_reference_is_routed_and_restored_exactly(q):
@@ -51,7 +56,9 @@ def test_names_imported_inside_are_restored_as_well(q):
         exec("from torch.nn.functional import scaled_dot_product_attention", namespace)
         assert namespace["scaled_dot_product_attention"] is routed
     # what no module holds keeps working after the routing
-    torch.testing.assert_close(namespace["scaled_dot_product_attention"](q, q, q), torch_sdpa(q, q, q))
+    torch.testing.assert_close(
+        namespace["scaled_dot_product_attention"](q, q, q), torch_sdpa(q, q, q)
+    )
 
 
 def test_multihead_attention_and_what_goes_to_torch(q):
@@ -107,7 +114,7 @@ class Attends(torch.nn.Module):
 
 
 class Mine(torch.Tensor):
-    seen: list = []
+    seen: ClassVar[list] = []
     stock = (torch_sdpa,)  # routing replaces what modules hold, and nothing else
 
     @classmethod

@@ -132,19 +132,27 @@ def test_an_interrupt_keeps_what_is_done():
     [
         {"mask": MaskFacts.parse("Causal('top_left') & Window(left=3, right=None)", "top_left")},
         {"mask": MaskFacts.parse("Padding(q=None, kv=2)", None), "lse": True},
-        {"mask": MaskFacts.parse("(Segments(q=2x16, kv=2x16) & Causal()) | PrefixLM(2)", "bottom_right")},
+        {
+            "mask": MaskFacts.parse(
+                "(Segments(q=2x16, kv=2x16) & Causal()) | PrefixLM(2)", "bottom_right"
+            )
+        },
         {"mask": MaskFacts.parse("BlockMap(4, 4, 1x1x4x4)", None)},
         {"mask": MaskFacts.parse("Dense(2x1x16x16)", None), "grad": True},
         {"bias": "DenseBias(4x16x16, float32)", "bias_grad": True, "grad": True},
         {"bias": "Alibi(4, float32)", "dtype": "bfloat16"},
         {"kv_heads": 2, "grad": True},
-        {"layout": "packed", "mask": MaskFacts.parse("Packed(q=3, kv=3) & Causal()", None), "lse": True},
+        {
+            "layout": "packed",
+            "mask": MaskFacts.parse("Packed(q=3, kv=3) & Causal()", None),
+            "lse": True,
+        },
         {"softcap": 5.0, "value_dim": 4},
         {"dropout_p": 0.25},
         {"sinks": 2, "scale": -0.5},
         {"compiled": True},
     ],
-)  # fmt: skip
+)
 def test_every_kind_of_problem_is_rebuilt_and_verified(changes):
     one = case(**changes)
     made = build(one)

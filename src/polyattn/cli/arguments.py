@@ -16,8 +16,13 @@ def parser(command: str, summary: str, **options: Any) -> argparse.ArgumentParse
         prog=f"polyattn {command}", description=summary, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, **options,
     )  # fmt: skip
-    made.add_argument("--json", nargs="?", const="-", metavar="FILE",
-                      help="JSON instead of tables, to stdout or (--json=FILE) to a file")  # fmt: skip
+    made.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="JSON instead of tables, to stdout or (--json=FILE) to a file",
+    )
     return made
 
 

@@ -91,8 +91,15 @@ def _torch() -> dict[str, Any] | None:
         "build": f"cuda {torch.version.cuda}" if torch.version.cuda else "cpu",
         "threads": torch.get_num_threads(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "devices": ["cpu", *([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [])],
-    }  # fmt: skip
+        "devices": [
+            "cpu",
+            *(
+                [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+                if cuda
+                else []
+            ),
+        ],
+    }
 
 
 def _cpu() -> dict[str, Any]:
@@ -194,10 +201,11 @@ def _print(report: dict[str, Any]) -> None:
     elif "error" in torch:
         rows.append(("torch", f"installed, but it cannot be imported: {torch['error']}"))
     else:
+        speed = f"{torch['threads']} threads, {torch['instruction_set']}"
+        devices = ", ".join(torch["devices"])
         rows.append(
-            ("torch", f"{torch['version']} ({torch['build']}), {torch['threads']} threads, "
-                      f"{torch['instruction_set']}; devices: {', '.join(torch['devices'])}")
-        )  # fmt: skip
+            ("torch", f"{torch['version']} ({torch['build']}), {speed}; devices: {devices}")
+        )
     sets = ", ".join(cpu["instruction_sets"]) or "unknown"
     rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores: {sets}"))
     if "error" not in tuning:

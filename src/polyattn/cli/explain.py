@@ -56,6 +56,23 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--sequences", type=int, default=1, metavar="B", help="sequences of a packed problem"
     )
+    _add_scores(made)
+    for flag, says in _FLAGS.items():
+        made.add_argument(f"--{flag}", action="store_true", help=says)
+    made.add_argument(
+        "--device", metavar="here|cpu|cuda:sm_90|h100", help="a machine one does not have"
+    )
+    made.add_argument(
+        "--backend", action="append", default=[], metavar="NAME", help="as backend= of a call"
+    )
+    made.add_argument("--never", action="append", default=[], metavar="NAME")
+    made.add_argument(
+        "--from-record", metavar="FILE", help="the problems of `polyattn run --record FILE`"
+    )
+    return made
+
+
+def _add_scores(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--causal", nargs="?", const="bottom_right", choices=("bottom_right", "top_left")
     )
@@ -75,19 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--sinks", type=int, nargs="?", const=1, default=0, metavar="M")
     made.add_argument("--dropout", type=number("a probability", 0, 1), default=0.0, metavar="P")
     made.add_argument("--scale", type=number("a scale"), metavar="X")
-    for flag, says in _FLAGS.items():
-        made.add_argument(f"--{flag}", action="store_true", help=says)
-    made.add_argument(
-        "--device", metavar="here|cpu|cuda:sm_90|h100", help="a machine one does not have"
-    )
-    made.add_argument(
-        "--backend", action="append", default=[], metavar="NAME", help="as backend= of a call"
-    )
-    made.add_argument("--never", action="append", default=[], metavar="NAME")
-    made.add_argument(
-        "--from-record", metavar="FILE", help="the problems of `polyattn run --record FILE`"
-    )
-    return made
 
 
 _FLAGS = {

@@ -24,7 +24,7 @@ class _Pipe(Console):
     """A console that leaves a broken pipe to the command line's own handling."""
 
     def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704 - called by rich within its except clause
+        raise
 
 
 def console(*, error: bool = False) -> Console:

@@ -46,7 +46,7 @@ def _starter(program: list[str]) -> Callable[[], object]:
         return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
     path = program[0]
     sys.argv = program
-    if Path(path).is_dir() or not path.endswith((".py", ".pyw")) and _is_archive(path):
+    if Path(path).is_dir() or (not path.endswith((".py", ".pyw")) and _is_archive(path)):
         sys.path[:1] = []  # runpy puts the folder or archive first
         return lambda: runpy.run_path(path, run_name="__main__")
     sys.path[:1] = [str(Path(path).resolve().parent)]
@@ -97,9 +97,9 @@ def _shown(error: BaseException, code: int) -> int:
 
 def _await_threads() -> None:
     for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            if thread is not threading.main_thread():
-                thread.join()
+        here = thread in (threading.current_thread(), threading.main_thread())
+        if not here and not thread.daemon:
+            thread.join()
 
 
 def _own_frames_cut(error: BaseException) -> types.TracebackType | None:

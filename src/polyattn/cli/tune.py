@@ -16,7 +16,7 @@ from polyattn.registry import registry
 
 if TYPE_CHECKING:
     from polyattn.integrations.recording import Record
-    from polyattn.measure.results import TuningResult
+    from polyattn.measure.results import CaseResult, TuningResult
     from polyattn.measure.tune import Progress
 
 __all__ = ["main", "print_result", "progress_bar"]
@@ -54,10 +54,20 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--record", metavar="FILE", help="write the recorded problems too")
     made.add_argument("--rounds", type=number("rounds", 5, 1000), default=5, metavar="N",
                       help="rounds of every measurement, at least 5")  # fmt: skip
-    made.add_argument("--prepare-limit", type=number("seconds", 1), default=60.0, metavar="SECONDS",
-                      help="for one candidate to compile, be checked and warm up (default 60)")  # fmt: skip
-    made.add_argument("--prepare-total", type=number("seconds", 0), default=600.0, metavar="SECONDS",
-                      help="for all candidates that are slow to get ready (default 600)")  # fmt: skip
+    made.add_argument(
+        "--prepare-limit",
+        type=number("seconds", 1),
+        default=60.0,
+        metavar="SECONDS",
+        help="for one candidate to compile, be checked and warm up (default 60)",
+    )
+    made.add_argument(
+        "--prepare-total",
+        type=number("seconds", 0),
+        default=600.0,
+        metavar="SECONDS",
+        help="for all candidates that are slow to get ready (default 600)",
+    )
     manage = made.add_argument_group("the table")
     manage.add_argument("--show", action="store_const", const=True, help="print its rows")
     manage.add_argument("--export", metavar="FILE", help="write its rows as JSON")
@@ -161,9 +171,7 @@ def _tune(options: argparse.Namespace, program: list[str]) -> int:
     if code == 130:
         return 130
     if not record.cases:
-        note(
-            "polyattn tune: the program had no attention problem that polyattn models; nothing to do"
-        )
+        note("polyattn tune: the program had no attention problem that polyattn models")
         return 1
     from polyattn.measure.tune import Bounds, tune
 
@@ -179,9 +187,8 @@ def _tune(options: argparse.Namespace, program: list[str]) -> int:
     if code:
         note(f"polyattn tune: the program ended with exit code {code}; tuned what it did before")
     if result.interrupted:
-        note(
-            f"interrupted: {len(result.classes)} of {result.total_classes} classes are measured and kept"
-        )
+        done = f"{len(result.classes)} of {result.total_classes} classes"
+        note(f"interrupted: {done} are measured and kept")
         return 130
     complete = all(any(row.verified for row in one.rows) for one in result.classes)
     return 0 if complete and not code and _table().persistent else 1
@@ -225,46 +232,45 @@ def print_result(result: TuningResult) -> None:
     """Print, for each case, every candidate, and the regret of the choices."""
     out = console()
     for case in result.cases:
-        fastest = min((t.median_s for t in case.timed if t.median_s), default=None)
-        rows = []
-        for timed in sorted(case.timed, key=lambda t: (t.median_s is None, t.median_s or 0)):
-            ratio = f"{timed.median_s / fastest:.2f}" if timed.median_s and fastest else ""
-            spread = f"{seconds(timed.min_s)} - {seconds(timed.max_s)}" if timed.median_s else ""
-            mark = "chosen" if timed.label == case.chosen else ""
-            error = f"{timed.error:.1e} of {timed.tolerance:.1e}" if timed.tolerance else ""
-            right = "yes" if timed.verified else "WRONG" if timed.status == "wrong" else ""
-            rows.append(
-                (timed.label, seconds(timed.median_s), spread, ratio, seconds(timed.forward_s), right,
-                 error, mark, timed.note or ("" if timed.status == "ok" else timed.status))
-            )  # fmt: skip
-        columns = (
-            "backend",
-            "median>",
-            "min - max",
-            "ratio>",
-            "forward>",
-            "right",
-            "error",
-            "",
-            "note*",
-        )
-        out.print(f"[bold]{case.problem}[/bold]  ({case.calls} calls)", markup=True)
+        out.print(f"{case.problem}  ({case.calls} calls)", style="bold", markup=False)
         if case.skipped:
-            out.print(f"not measured: {case.skipped}")
-        out.print(table(columns, rows))
-        out.print(_verdict(case))
+            out.print(f"not measured: {case.skipped}", markup=False)
+        out.print(table(_COLUMNS, _candidate_rows(case)))
+        out.print(_verdict(case), markup=False)
         out.print()
     _print_regret(out, result)
 
 
-def _verdict(case: Any) -> str:
-    if case.regret is None:
+_COLUMNS = (
+    "backend", "median>", "min - max", "ratio>", "forward>", "right", "error", "", "note*",
+)  # fmt: skip
+
+
+def _candidate_rows(case: CaseResult) -> Iterator[tuple[str, ...]]:
+    fastest = min((t.median_s for t in case.timed if t.median_s), default=None)
+    for timed in sorted(case.timed, key=lambda t: (t.median_s is None, t.median_s or 0)):
+        known = timed.median_s and fastest
+        yield (
+            timed.label,
+            seconds(timed.median_s),
+            f"{seconds(timed.min_s)} - {seconds(timed.max_s)}" if known else "",
+            f"{timed.median_s / fastest:.2f}" if timed.median_s and fastest else "",
+            seconds(timed.forward_s),
+            "yes" if timed.verified else "WRONG" if timed.status == "wrong" else "",
+            f"{timed.error:.1e} of {timed.tolerance:.1e}" if timed.tolerance else "",
+            "chosen" if timed.label == case.chosen else "",
+            timed.note or ("" if timed.status == "ok" else timed.status),
+        )
+
+
+def _verdict(case: CaseResult) -> str:
+    if case.regret is None or case.regret_range is None:
         return "no choice could be measured"
     low, high = case.regret_range
     busy = f"; others took up to {case.foreign:.0%} of the cores" if case.foreign > 0.06 else ""
     return (
-        f"chosen: {case.chosen} ({case.source}), regret {case.regret:.3f} ({low:.3f} - {high:.3f}); "
-        f"without tuning: {case.heuristic}{busy}"
+        f"chosen: {case.chosen} ({case.source}), regret {case.regret:.3f} "
+        f"({low:.3f} - {high:.3f}); without tuning: {case.heuristic}{busy}"
     )
 
 

@@ -218,7 +218,12 @@ def _tell_passed(reason: str, call: SdpaCall | None) -> None:
         listener.passed(reason, call)
 
 
-class route_sdpa(AbstractContextManager["route_sdpa"]):  # noqa: N801 - reads as a statement
+def _record(outer: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Record what compiled code runs in this context."""
+    return scopes.recording.set((*outer, _Compiled())), scopes.recorded.set("recorded")
+
+
+class route_sdpa(AbstractContextManager["route_sdpa"]):
     """Route torch's ``scaled_dot_product_attention`` through polyattn within a ``with`` block.
 
     Nests, may be entered again, holds for all threads; the outermost exit restores every
@@ -248,7 +253,7 @@ class route_sdpa(AbstractContextManager["route_sdpa"]):  # noqa: N801 - reads as
         _router.enter(self._listener, scope)
         outer = scopes.recording.get(())
         fresh = self._listener is not None and not any(isinstance(r, _Compiled) for r in outer)
-        self._tokens.append(scopes.recording.set((*outer, _Compiled())) if fresh else None)
+        self._tokens.append(_record(outer) if fresh else None)
         return self
 
     def __exit__(
@@ -257,9 +262,10 @@ class route_sdpa(AbstractContextManager["route_sdpa"]):  # noqa: N801 - reads as
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        token = self._tokens.pop()
-        if token is not None:
-            scopes.recording.reset(token)
+        tokens = self._tokens.pop()
+        if tokens is not None:
+            scopes.recorded.reset(tokens[1])
+            scopes.recording.reset(tokens[0])
         _router.leave(self._listener)
         if self._request is not None:
             self._request.__exit__(kind, error, trace)

@@ -34,7 +34,8 @@ class Timed:
     @property
     def label(self) -> str:
         """Backend and configuration, as one name."""
-        return f"{self.backend} {json.dumps(self.config, sort_keys=True) if self.config else ''}".strip()
+        config = json.dumps(self.config, sort_keys=True) if self.config else ""
+        return f"{self.backend} {config}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; infinities, which JSON lacks, become None."""

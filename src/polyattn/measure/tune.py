@@ -8,6 +8,7 @@ more against the fastest (the regret), because a time that made somebody win is 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -97,7 +98,7 @@ def tune(cases: Iterable[Case], *, bounds: Bounds | None = None, progress: Progr
                 break
             found = []
             for case in of_class:
-                found.append(_measured(case, purse, lambda what: report(done, total, what)))
+                found.append(_measured(case, purse, functools.partial(report, done, total)))
                 done += 1
                 report(done, total, "")
             result.classes.append(_settled(_key(of_class[0].problem), found, bounds))

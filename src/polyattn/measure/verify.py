@@ -117,15 +117,16 @@ class Truth:
             for x in (call.q, call.k, call.v)
         )
         dims = Dims.of(q, k)
-        mask = bias = payload = None
+        mask = payload = None
+        bias: DenseBias | None = None
         if call.mask is not None:
             dense = materialise(call.mask.map(_to_cpu), dims, torch.device("cpu"))
             mask = Dense(self._at_rows(dense))
         if call.bias is not None:
             payload = call.bias.payload.detach().cpu().to(dtype)
             payload.requires_grad_(call.problem.bias_grad)
-            bias = type(call.bias)(payload)  # type: ignore[call-arg]
-            bias = DenseBias(self._at_rows(dense_bias(bias, dims, dtype)))
+            same = call.bias.map(lambda _, x: payload)
+            bias = DenseBias(self._at_rows(dense_bias(same, dims, dtype)))
         q = q[:, :, self.rows]
         leaves = {"query": q, "key": k, "value": v, "bias": payload}
         wanted = {n: x for n, x in leaves.items() if n in call.leaves and x is not None}

@@ -25,6 +25,7 @@ from polyattn.selection import Selection
 from polyattn.torch import recompute
 from polyattn.torch.dispatch import dispatch, resolve, runner, table
 from polyattn.torch.door import admit
+from polyattn.torch.fastpath import another
 from polyattn.torch.resolve import choose, wishes
 from polyattn.torch.traced import attention as traced_attention
 
@@ -88,27 +89,25 @@ def attention(
     run = None
     if bias is None and sinks is None:
         try:
-            grad = is_grad_enabled()
             around = None
             if _state.armed:
                 if _recorders(None) or (
                     _current_graph_task_id() != -1
                     or _top_saved_tensors_default_hooks(False) is not None
-                    if grad
+                    if is_grad_enabled()
                     else recompute.is_possible()
                 ):
                     raise LookupError
                 around = _scope(None), _local.traced, _local.module
-            for check, ready, _ in _entries[
+            check, run, every = _entries[
                 None if mask is None else mask.signature, scale, softcap, dropout_p, layout,
-                return_lse, deterministic, backend, grad, around, _get_deterministic_algorithms(),
+                return_lse, deterministic, backend, around, _get_deterministic_algorithms(),
                 _environ(),
-            ]:  # fmt: skip
-                if check(query, key, value):
-                    run = ready
-                    break
+            ]  # fmt: skip
+            if not check(query, key, value):
+                run = another(every, query, key, value)
         except (LookupError, TypeError, AttributeError):
-            pass  # a new class of calls, or a wrong one: both are for the long way
+            run = None  # a new class of calls, or a wrong one: both are for the long way
     if run is not None:
         return run(query, key, value, mask)
     return dispatch(

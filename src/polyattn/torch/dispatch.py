@@ -101,8 +101,8 @@ def _key(options: Any, backend: Any, layer: Any) -> Any:
         key: tuple[Any, ...] = (
             None if mask is None else mask.signature, options["scale"], options["softcap"],
             options["dropout_p"], options["layout"], options["return_lse"],
-            options["deterministic"], backend, is_grad_enabled(), around(),
-            _get_deterministic_algorithms(), settings.raw_backend(),
+            options["deterministic"], backend, around(), _get_deterministic_algorithms(),
+            settings.raw_backend(),
         )  # fmt: skip
         if bias is not None or sinks is not None or layer is not None:
             arrays = [getattr(bias, "payload", bias), sinks]
@@ -114,7 +114,7 @@ def _key(options: Any, backend: Any, layer: Any) -> Any:
 
 
 def _array_key(x: Any) -> Any:
-    return x if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+    return x if x is None else (x.shape, x.dtype, x.device, x.requires_grad and is_grad_enabled())
 
 
 def _shape_key(q: Any, k: Any, v: Any, options: Any) -> Any:

@@ -31,7 +31,7 @@ from polyattn.selection import Selection, Source
 from polyattn.torch import recompute, traced
 from polyattn.torch.dispatch import around, dispatch, resolve, runner
 from polyattn.torch.door import Call
-from polyattn.torch.fastpath import FastTable, tensor_check
+from polyattn.torch.fastpath import FastTable, another, tensor_check
 from polyattn.torch.modelled import beyond, shapes_beyond
 from polyattn.torch.resolve import Plan, wishes
 
@@ -76,24 +76,24 @@ def scaled_dot_product_attention(
     try:
         if _state.armed and (_recorders(None) or recompute.is_possible()):
             raise LookupError
-        for check, ready, _ in _entries[
+        check, run, every = _entries[
             None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale,
-            enable_gqa, is_grad_enabled(), around(), _get_deterministic_algorithms(), _environ(),
+            enable_gqa, around(), _get_deterministic_algorithms(), _environ(),
             _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
             _get_cudnn_sdp_enabled(),
-        ]:  # fmt: skip
-            if check(query, key, value):
-                run = ready
-                break
+        ]  # fmt: skip
+        if not check(query, key, value):
+            run = another(every, query, key, value)
     except (LookupError, TypeError, AttributeError):
-        pass  # a new class of calls, or one for torch itself
+        run = None  # a new class of calls, or one for torch itself
     if run is not None:
         return run(query, key, value, attn_mask)  # type: ignore[no-any-return]
     return _long_way(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _mask_key(mask: Tensor) -> Any:
-    return mask.shape, mask.dtype, mask.device, mask.requires_grad, type(mask)
+    trains = mask.requires_grad and is_grad_enabled()
+    return mask.shape, mask.dtype, mask.device, trains, type(mask)
 
 
 def _long_way(
@@ -128,7 +128,7 @@ def _modelled(
     out = dispatch(q, k, v, backend=None, layer=layer, **options)
     key = (
         None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale, gqa,
-        is_grad_enabled(), around(), _get_deterministic_algorithms(), _environ(),
+        around(), _get_deterministic_algorithms(), _environ(),
         _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
         _get_cudnn_sdp_enabled(),
     )  # fmt: skip

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import is_grad_enabled
 
 from polyattn import scopes
 
-__all__ = ["Entry", "FastTable", "tensor_check"]
+__all__ = ["Entry", "FastTable", "another", "tensor_check"]
 
 Entry = tuple[Callable[..., bool], Callable[..., Any], Any]
+Row = tuple[Callable[..., bool], Callable[..., Any], tuple[Entry, ...]]
 _MOST_SHAPES = 12
 _MOST_KEYS = 4096
 
@@ -23,6 +25,14 @@ def tensor_check(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
     torch's own compiled guard looks at type, dtype, device, shape, strides, gradients and the
     dispatch state (autocast, inference mode, function transforms) in 0.2 us.
     """
+    check = _check(q, k, v)
+    if not (q.requires_grad or k.requires_grad or v.requires_grad):
+        return check
+    mode = is_grad_enabled()  # which the compiled guard does not look at
+    return lambda q, k, v: is_grad_enabled() is mode and check(q, k, v)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
     if q is k or k is v or q is v:
         return _check_of_same(q, k, v)
     check = _compiled_check(q, k, v)
@@ -82,12 +92,13 @@ class FastTable:
     """From option keys to the shapes seen with them; emptied when a choice may change."""
 
     def __init__(self) -> None:
-        self.entries: dict[Any, tuple[Entry, ...]] = {}
+        self.entries: dict[Any, Row] = {}  # the newest entry laid open, then all of them
         scopes.listeners.append(self.entries.clear)
 
     def find(self, key: Any, q: Tensor, k: Tensor, v: Tensor) -> Entry | None:
         """Return the entry of these options and tensors, if there is one."""
-        return next((e for e in self.entries.get(key, ()) if e[0](q, k, v)), None)
+        row = self.entries.get(key)
+        return None if row is None else next((e for e in row[2] if e[0](q, k, v)), None)
 
     def add(self, key: Any, entry: Entry, epoch: str) -> None:
         """Put an entry first among those of its options, unless its `epoch` has passed."""
@@ -96,4 +107,10 @@ class FastTable:
                 return
             if len(self.entries) >= _MOST_KEYS:
                 self.entries.clear()
-            self.entries[key] = (entry, *self.entries.get(key, ()))[:_MOST_SHAPES]
+            older = self.entries[key][2] if key in self.entries else ()
+            self.entries[key] = entry[0], entry[1], (entry, *older)[:_MOST_SHAPES]
+
+
+def another(entries: tuple[Entry, ...], q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
+    """Return what to run for tensors that the newest entry is not for, or None."""
+    return next((run for check, run, _ in entries[1:] if check(q, k, v)), None)

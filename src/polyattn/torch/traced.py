@@ -132,24 +132,23 @@ def _measure(
         _check_type("mask", mask, Mask)
     rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout)
     alike = q.dim() == k.dim() == v.dim() == rank and q.dtype == k.dtype == v.dtype
-    if alike and k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1]:
-        if layout == "packed" or q.shape[0] == k.shape[0]:
-            t, n = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
-            b = _sequences(mask) if layout == "packed" else q.shape[0]
-            q_len, kv_len = q.shape[t], k.shape[t]
-            # the classes of the lengths keep the order that the lengths have
-            t_class, s_class = round_up(q_len), round_up(kv_len)
-            if t_class == s_class and q_len != kv_len:
-                t_class, s_class = (
-                    (t_class * 2, s_class) if q_len > kv_len else (t_class, s_class * 2)
-                )
-            heads = exact(q.shape[n]), exact(k.shape[n]), exact(q.shape[-1]), exact(v.shape[-1])
-            return (b, q.shape[n], k.shape[n], q_len, kv_len), (
-                round_up(b),
-                t_class,
-                s_class,
-                *heads,
-            )
+    alike = alike and k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1]
+    alike = alike and (layout == "packed" or q.shape[0] == k.shape[0])
+    if alike:
+        t, n = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
+        b = _sequences(mask) if layout == "packed" else q.shape[0]
+        q_len, kv_len = q.shape[t], k.shape[t]
+        # the classes of the lengths keep the order that the lengths have
+        t_class, s_class = round_up(q_len), round_up(kv_len)
+        if t_class == s_class and q_len != kv_len:
+            t_class, s_class = (t_class * 2, s_class) if q_len > kv_len else (t_class, s_class * 2)
+        heads = exact(q.shape[n]), exact(k.shape[n]), exact(q.shape[-1]), exact(v.shape[-1])
+        return (b, q.shape[n], k.shape[n], q_len, kv_len), (
+            round_up(b),
+            t_class,
+            s_class,
+            *heads,
+        )
     raise InvalidProblem(
         f"got query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)} {k.dtype}, value "
         f"{tuple(v.shape)} {v.dtype}, expected one dtype and shapes that fit, laid out as {layout}."

@@ -1,0 +1,1 @@
+"""What this package's own backends declare; importing it imports no framework."""
