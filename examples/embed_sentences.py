@@ -223,9 +223,10 @@ def show(found: dict[str, Any]) -> None:
     )
     agreement, times = found["agreement"], found["times"]
     same = "the same" if agreement["same_ranking"] else "ANOTHER"
+    difference, cosine = agreement["largest_difference"], agreement["least_cosine"]
     out.print(
-        f"\nagreement with the stock model: largest difference "
-        f"{agreement['largest_difference']:.1e}, least cosine {agreement['least_cosine']:.7f}, {same} ranking"
+        f"\nagreement with the stock model: largest difference {difference:.1e}, "
+        f"least cosine {cosine:.7f}, {same} ranking"
     )
     for name in ("stock", "polyattn"):
         t = times[name]

@@ -20,7 +20,7 @@ from polyattn.masks import (
 )
 from polyattn.registry import registry
 from polyattn.torch import attention
-from polyattn.torch.backends import flex
+from polyattn.torch.backends.flex import backend as flex
 from polyattn.torch.backends.flex import routes
 from polyattn.torch.backends.flex.blocks import block_cache
 from polyattn.torch.door import admit

@@ -82,7 +82,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(cast), k.to(cast), v.to(cast)
 
 
-def _bound_mask(mask: Mask, sizes: tuple[int, ...], layout: str, device: Any) -> Mask | None:
+def _bound_mask(
+    mask: Mask, sizes: tuple[int, int, int, int, int], layout: str, device: Any
+) -> Mask | None:
     simple: Mask | None = mask
     if layout != "packed":
         simple = simplify(mask, sizes[3], sizes[4])
@@ -149,7 +151,11 @@ def _measure(
             s_class,
             *heads,
         )
-    raise InvalidProblem(
+    raise _misfit(q, k, v, layout)
+
+
+def _misfit(q: Tensor, k: Tensor, v: Tensor, layout: str) -> InvalidProblem:
+    return InvalidProblem(
         f"got query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)} {k.dtype}, value "
         f"{tuple(v.shape)} {v.dtype}, expected one dtype and shapes that fit, laid out as {layout}."
     )

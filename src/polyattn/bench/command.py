@@ -1,0 +1,86 @@
+"""The commands of ``polyattn bench``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyattn.errors import PolyattnError
+
+__all__ = ["main"]
+
+YES, NO, CANNOT_SAY = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark; returns 0 if all goals are met, 1 if not, 2 if it cannot be said."""
+    options = _parser().parse_args(argv)
+    from polyattn.bench.report import say
+
+    try:
+        return _compare(options) if options.what == "compare" else _overhead(options)
+    except (PolyattnError, OSError) as error:
+        say(f"polyattn bench: {error}", error=True)
+        return CANNOT_SAY
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="polyattn bench", description=__doc__)
+    kinds = parser.add_subparsers(dest="what", required=True)
+    overhead = kinds.add_parser(
+        "overhead",
+        help="what a call costs over the kernel it ends in, beside other libraries",
+        description="Extra time of a call over the kernel it ends in, at (1,1,8,8) float32.",
+    )
+    overhead.add_argument("--rounds", type=int, default=25, help="rounds that are kept")
+    overhead.add_argument("--block-ms", type=float, default=2.0, help="length of a block")
+    overhead.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+    overhead.add_argument("--json", action="store_true", help="print the record, not the table")
+    overhead.add_argument(
+        "--out", metavar="FILE", nargs="?", const="",
+        help="write the record; without FILE to benchmarks/results/<machine>/overhead.json",
+    )  # fmt: skip
+    overhead.add_argument("--plot", metavar="FILE.png", help="draw the table (needs matplotlib)")
+    compare = kinds.add_parser("compare", help="set two records side by side")
+    compare.add_argument("a", metavar="A.json")
+    compare.add_argument("b", metavar="B.json")
+    compare.add_argument("--json", action="store_true", help="print the rows as JSON")
+    return parser
+
+
+def _overhead(options: argparse.Namespace) -> int:
+    from polyattn.bench import overhead, records, report
+
+    if options.rounds < 2 or options.block_ms <= 0:
+        raise PolyattnError(
+            f"got --rounds {options.rounds} --block-ms {options.block_ms}, expected at least 2 "
+            "rounds and a block longer than 0 ms."
+        )
+    record = overhead.measure(
+        rounds=options.rounds, block_s=options.block_ms / 1e3, peers=not options.no_peers
+    )
+    if options.json:
+        report.say(records.dump(record), plain=True)
+    else:
+        report.print_overhead(record)
+    if options.out is not None:
+        path = Path(options.out) if options.out else records.default_path(record, "overhead")
+        records.write(record, path)
+        report.say(f"record: {path}", error=options.json)
+    if options.plot:
+        from polyattn.bench.plot import draw
+
+        report.say(f"plot: {draw(record, Path(options.plot))}", error=options.json)
+    return YES if record["goals_met"] else NO
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from polyattn.bench import records, report
+
+    comparison = records.compare(records.read(Path(options.a)), records.read(Path(options.b)))
+    if options.json:
+        report.say(records.dump(comparison), plain=True)
+    else:
+        report.print_comparison(comparison, options.a, options.b)
+    return NO if comparison["slower"] else YES

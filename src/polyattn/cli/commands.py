@@ -1,0 +1,115 @@
+"""The commands by name; each one's module is imported when it is used.
+
+Exit codes: 0 yes, 1 no, 2 cannot say or used wrongly, 130 interrupted (Ctrl-C), 141 the reader of
+a pipe is gone. ``polyattn run`` gives the exit code of the program it ran.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("polyattn.cli.doctor", "every backend: available or why not, and how to get it"),
+    "explain": (
+        "polyattn.cli.explain",
+        "which backend a problem would run on, and why not the others",
+    ),
+    "run": ("polyattn.cli.run", "run a program with its attention routed through polyattn"),
+    "tune": ("polyattn.cli.tune", "measure a program's attention problems on every backend"),
+    "bench": ("polyattn.bench", "what a call costs, beside other libraries"),
+    "fuzz": ("polyattn.conformance.fuzz", "random problems against the float64 reference"),
+}
+"""Each command: the module whose ``main(argv)`` it is, imported when it is used, and its line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer has no reader; without this the interpreter complains at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from polyattn import __version__
+
+        print(f"polyattn {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        from polyattn.errors import near_matches
+
+        what = "option" if name.startswith("-") else "command"
+        print(
+            f"polyattn: got the {what} {name!r}, expected one of {', '.join(COMMANDS)}."
+            f"{near_matches(name, COMMANDS)} `polyattn --help` says what each does.",
+            file=sys.stderr,
+        )
+        return 2
+    return _command(name, arguments[1:])
+
+
+def _command(name: str, arguments: list[str]) -> int:
+    from polyattn.errors import PolyattnError, Unsupported
+
+    try:
+        module = importlib.import_module(COMMANDS[name][0])
+        return int(module.main(arguments) or 0)
+    except SystemExit as leave:  # argparse: help, or used wrongly
+        return leave.code if isinstance(leave.code, int) else int(bool(leave.code))
+    except Unsupported as error:
+        print(f"polyattn {name}: {error}", file=sys.stderr)
+        return 1
+    except PolyattnError as error:
+        print(f"polyattn {name}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        top = (error.name or "").partition(".")[0]
+        if top == "polyattn":
+            raise
+        how = {
+            "torch": "'polyattn[torch]'",
+            "numpy": "'polyattn[torch]'",
+            "hypothesis": "'polyattn[test]'",
+        }
+        print(
+            f"polyattn {name}: got no package {top!r}, which this command needs; "
+            f"pip install {how.get(top, top)}",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: polyattn COMMAND ...   (polyattn COMMAND --help says more)",
+            "",
+            "One attention call that runs on the best kernel of the machine and says why.",
+            "",
+            *lines,
+            "",
+            "  --version  --help",
+            "",
+            "Every command takes --json. Exit codes: 0 yes, 1 no, 2 cannot say or used wrongly.",
+        ]
+    )
