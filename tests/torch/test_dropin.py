@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyattn import record_selections, use_backend
+from polyattn.torch import attention
 from polyattn.torch import scaled_dot_product_attention as sdpa
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -141,6 +142,21 @@ def test_autocast_casts_as_torch_does() -> None:
     assert ours.dtype == theirs.dtype == again.dtype == torch.bfloat16
     torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
     assert sdpa(q, q, q).dtype == torch.float32
+
+
+def test_autocast_to_one_dtype_and_then_another() -> None:
+    q = torch.randn(1, 9, 2, 8)
+    for function in (sdpa, attention):
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            for _ in range(3):
+                with torch.autocast("cpu", dtype=dtype):
+                    assert function(q, q, q).dtype == dtype
+        half = q.bfloat16()
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert function(half, half, half).dtype == torch.bfloat16
+            with torch.autocast("cpu", dtype=torch.float16):
+                assert function(half, half, half).dtype == torch.float16
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its kernel

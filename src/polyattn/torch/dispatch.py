@@ -76,7 +76,7 @@ def _entry(
     asked: bool = True,
 ) -> Entry:  # fmt: skip
     """Return the cached entry of a call, or make one; not `asked`: as if under no request."""
-    key = _key(options, backend, layer) if asked else None
+    key = _key(q, options, backend, layer) if asked else None
     found = table.find(key, q, k, v) if key is not None else None
     if found is not None:
         return found
@@ -94,7 +94,7 @@ def _entry(
     return entry
 
 
-def _key(options: Any, backend: Any, layer: Any) -> Any:
+def _key(q: Any, options: Any, backend: Any, layer: Any) -> Any:
     """Return the key of the fast table, or None for calls that it cannot hold."""
     mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
     try:
@@ -107,8 +107,12 @@ def _key(options: Any, backend: Any, layer: Any) -> Any:
         if bias is not None or sinks is not None or layer is not None:
             arrays = [getattr(bias, "payload", bias), sinks]
             key += (getattr(bias, "signature", None), *map(_array_key, arrays), layer)
+        if torch.is_autocast_enabled(q.device.type):
+            # the compiled check sees that autocast is on, not to which dtype it casts: such
+            # entries lie where only this way finds them
+            key += (torch.get_autocast_dtype(q.device.type),)
         hash(key)
-    except (TypeError, AttributeError):
+    except (TypeError, AttributeError, RuntimeError):
         return None
     return key
 

@@ -126,6 +126,8 @@ def _modelled(
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         return dispatch(q, k, v, backend=None, layer=layer, **options).squeeze(0)
     out = dispatch(q, k, v, backend=None, layer=layer, **options)
+    if torch.is_autocast_enabled(q.device.type):
+        return out  # whose dtype the fast table's check does not see
     key = (
         None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale, gqa,
         around(), _get_deterministic_algorithms(), _environ(),
