@@ -87,4 +87,7 @@ def preference(problem: Problem, names: Iterable[str]) -> tuple[tuple[str, ...],
     if row is None:
         return known, f"order of registration (no row for the device {problem.device})"
     listed = tuple(name for name in row.prefer if name in known)
-    return (*listed, *(name for name in known if name not in listed)), row.reason
+    passed = [name for name in row.prefer if name not in known]
+    first = row.prefer.index(listed[0]) if listed else len(row.prefer)
+    reason = f"{', '.join(passed[:first])} cannot run it; " if passed[:first] else ""
+    return (*listed, *(name for name in known if name not in listed)), reason + row.reason

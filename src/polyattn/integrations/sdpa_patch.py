@@ -74,7 +74,7 @@ class _Router:
             self.scopes = (*self.scopes, scope or (self.scopes[-1] if self.scopes else ""))
             if listener is not None:
                 self.listeners = (*self.listeners, listener)
-                scopes.state.armed = True  # the recorders are part of what a call looks at
+                scopes.record(1)  # calls look for recorders
             if self.depth == 1:
                 self.replaced = torch.nn.functional.scaled_dot_product_attention
                 torch.jit._builtins._register_builtin(routed, _ATEN)
@@ -85,6 +85,7 @@ class _Router:
             self.depth -= 1
             self.scopes = self.scopes[:-1]
             if listener is not None:
+                scopes.record(-1)
                 kept = list(self.listeners)
                 kept.remove(listener)
                 self.listeners = tuple(kept)
