@@ -26,7 +26,10 @@ beyond that, in ulps `u` of the dtype of the value:
   there; that, and not the ulp of float32, is its unit.
 - a sum of L terms may be taken one after the other, and rounds at each: a * sqrt(L), as rounding
   errors add up when they are as often up as down.
-- below the smallest normal number spacing is absolute: + FEW * u * smallest normal.
+- below the smallest normal number spacing is absolute: + FEW * u * smallest normal. That holds for
+  each of the L terms, too (score gradients of 1e-7 in float16 lie there): each is off by up to
+  u/2 * smallest normal times the entry it meets, which is a few in size, and L of them add up as
+  sqrt(L): + FEW * u * smallest normal * sqrt(L) / 2.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ def _error(found: Tensor, truth: Yardstick, dtype: torch.dtype) -> Tensor:
     """The distance from the truth in units of the scale; infinities are equal here."""
     same = found == truth.exact
     distance = torch.where(same, 0, (found - truth.exact).abs())
-    return distance / (truth.scale + torch.finfo(dtype).tiny)
+    return distance / (truth.scale + torch.finfo(dtype).tiny * (1 + truth.terms**0.5 / 2))
 
 
 def _where(flags: Tensor) -> str:

@@ -88,7 +88,9 @@ class Dense(Mask):
     def allows(self, ix: Index) -> Any:
         dims = shape_of(self.mask)
         where = (ix.b, ix.n, ix.t, ix.j)[4 - len(dims) :]
-        return at(self.mask, *(i * (size > 1) for i, size in zip(where, dims, strict=True)))
+        if any(size > 1 for size in dims):
+            return at(self.mask, *(i * (size > 1) for i, size in zip(where, dims, strict=True)))
+        return (ix.t >= 0) & (at(self.mask, *(0 for _ in dims)) if dims else self.mask)
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return Dense(change("mask", self.mask))

@@ -99,11 +99,17 @@ def attention(
                 ):
                     raise LookupError
                 around = _scope(None), _local.traced, _local.module
-            check, run, every = _entries[
-                None if mask is None else mask.signature, scale, softcap, dropout_p, layout,
-                return_lse, deterministic, backend, around, _get_deterministic_algorithms(),
-                _environ(),
-            ]  # fmt: skip
+            if softcap is None and dropout_p == 0.0 and not return_lse and deterministic is None:
+                check, run, every = _entries[  # the usual call: a short key is hashed sooner
+                    layout, None if mask is None else mask.signature, scale, backend, around,
+                    _get_deterministic_algorithms(), _environ(),
+                ]  # fmt: skip
+            else:
+                check, run, every = _entries[
+                    layout, None if mask is None else mask.signature, scale, backend, around,
+                    _get_deterministic_algorithms(), _environ(), softcap, dropout_p, return_lse,
+                    deterministic,
+                ]  # fmt: skip
             if not check(query, key, value):
                 run = another(every, query, key, value)
         except (LookupError, TypeError, AttributeError):

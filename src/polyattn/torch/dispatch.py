@@ -99,11 +99,12 @@ def _key(q: Any, options: Any, backend: Any, layer: Any) -> Any:
     mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
     try:
         key: tuple[Any, ...] = (
-            None if mask is None else mask.signature, options["scale"], options["softcap"],
-            options["dropout_p"], options["layout"], options["return_lse"],
-            options["deterministic"], backend, around(), _get_deterministic_algorithms(),
-            settings.raw_backend(),
+            options["layout"], None if mask is None else mask.signature, options["scale"],
+            backend, around(), _get_deterministic_algorithms(), settings.raw_backend(),
         )  # fmt: skip
+        rare = tuple(options[n] for n in ("softcap", "dropout_p", "return_lse", "deterministic"))
+        if rare != (None, 0.0, False, None):
+            key += rare
         if bias is not None or sinks is not None or layer is not None:
             arrays = [getattr(bias, "payload", bias), sinks]
             key += (getattr(bias, "signature", None), *map(_array_key, arrays), layer)
