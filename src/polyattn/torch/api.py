@@ -25,13 +25,13 @@ from polyattn.selection import Selection
 from polyattn.torch import recompute
 from polyattn.torch.dispatch import dispatch, resolve, runner, table
 from polyattn.torch.door import admit
-from polyattn.torch.fastpath import another
 from polyattn.torch.resolve import choose, wishes
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]
 
-_entries = table.entries
+_entries, _plain = table.entries, table.plain
+_NOTHING: tuple[Any, Any] = (None, None)
 _state, _local = scopes.state, scopes.local
 _scope, _recorders = scopes.scope.get, scopes.recording.get
 _environ = settings.raw_backend
@@ -82,36 +82,36 @@ def attention(
     torch.Size([1, 4, 2, 8])
     """
     if is_dynamo_compiling():
-        return traced_attention(
-            query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse,
-            deterministic, backend,
-        )  # fmt: skip
-    run = None
-    if bias is None and sinks is None:
-        try:
-            around = None
-            if _state.armed:
-                if _recorders(None) or (
-                    _current_graph_task_id() != -1
-                    or _top_saved_tensors_default_hooks(False) is not None
-                    if is_grad_enabled()
-                    else recompute.is_possible()
-                ):
-                    raise LookupError
-                around = _scope(None), _local.traced, _local.module
-            if softcap is None and dropout_p == 0.0 and not return_lse and deterministic is None:
-                check, run, every = _entries[  # the usual call: a short key is hashed sooner
-                    layout, None if mask is None else mask.signature, scale, backend, around,
-                    _get_deterministic_algorithms(), _environ(),
-                ]  # fmt: skip
-            else:
-                check, run, every = _entries[
-                    layout, None if mask is None else mask.signature, scale, backend, around,
-                    _get_deterministic_algorithms(), _environ(), softcap, dropout_p, return_lse,
-                    deterministic,
-                ]  # fmt: skip
+        return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
+                                layout, return_lse, deterministic, backend)  # fmt: skip
+    run: Any = None
+    if (
+        mask is None and bias is None and scale is None and softcap is None and sinks is None
+        and deterministic is None and backend is None and dropout_p == 0.0 and not return_lse
+        and (not _state.armed or _is_alone())
+    ):  # fmt: skip
+        try:  # the shortest way, for the plainest call
+            check, run, operator, determined, environ, others = _plain[layout]
             if not check(query, key, value):
-                run = another(every, query, key, value)
+                run, operator = next((o[1:] for o in others if o[0](query, key, value)), _NOTHING)
+            known = determined is _get_deterministic_algorithms() and environ is _environ()
+        except (TypeError, KeyError):  # no tensors, or a new layout
+            known = False
+        if known and run is not None:
+            return operator(query, key, value)[0] if operator else run(query, key, value, None)
+        run = None
+    if bias is None and sinks is None and not (_state.armed and _is_watched()):
+        try:
+            options: Any = (
+                layout, None if mask is None else mask.signature, scale, backend,
+                (_scope(None), _local.traced, _local.module) if _state.armed else None,
+                _get_deterministic_algorithms(), _environ(),
+            )  # fmt: skip
+            if softcap is not None or dropout_p != 0.0 or return_lse or deterministic is not None:
+                options += softcap, dropout_p, return_lse, deterministic
+            check, run, every = _entries[options]
+            if not check(query, key, value):
+                run = next((r for c, r, _ in every if c(query, key, value)), None)
         except (LookupError, TypeError, AttributeError):
             run = None  # a new class of calls, or a wrong one: both are for the long way
     if run is not None:
@@ -121,6 +121,20 @@ def attention(
         dropout_p=dropout_p, layout=layout, return_lse=return_lse, deterministic=deterministic,
         backend=backend,
     )  # fmt: skip
+
+
+def _is_watched() -> bool:
+    """Say whether a recorder or a checkpointed region wants to know of this call."""
+    if _recorders(None):
+        return True
+    if is_grad_enabled():
+        return _current_graph_task_id() != -1 or _top_saved_tensors_default_hooks(False) is not None
+    return recompute.is_possible()
+
+
+def _is_alone() -> bool:
+    """Say whether nothing is asked for around this call, and nobody watches it."""
+    return not (_scope("") or _local.traced or _local.module or _is_watched())
 
 
 def plan(query: Tensor, key: Tensor, value: Tensor, *, backend: Any = None, **options: Any) -> Any:

@@ -103,7 +103,7 @@ def _key(q: Any, options: Any, backend: Any, layer: Any) -> Any:
             backend, around(), _get_deterministic_algorithms(), settings.raw_backend(),
         )  # fmt: skip
         rare = tuple(options[n] for n in ("softcap", "dropout_p", "return_lse", "deterministic"))
-        if rare != (None, 0.0, False, None):
+        if rare[0] is not None or rare[1] != 0.0 or rare[2] or rare[3] is not None:
             key += rare
         if bias is not None or sinks is not None or layer is not None:
             arrays = [getattr(bias, "payload", bias), sinks]

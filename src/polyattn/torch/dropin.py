@@ -31,7 +31,7 @@ from polyattn.selection import Selection, Source
 from polyattn.torch import recompute, traced
 from polyattn.torch.dispatch import around, dispatch, resolve, runner
 from polyattn.torch.door import Call
-from polyattn.torch.fastpath import FastTable, another, tensor_check
+from polyattn.torch.fastpath import FastTable, tensor_check
 from polyattn.torch.modelled import beyond, shapes_beyond
 from polyattn.torch.resolve import Plan, wishes
 
@@ -83,7 +83,7 @@ def scaled_dot_product_attention(
             _get_cudnn_sdp_enabled(),
         ]  # fmt: skip
         if not check(query, key, value):
-            run = another(every, query, key, value)
+            run = next((r for c, r, _ in every if c(query, key, value)), None)
     except (LookupError, TypeError, AttributeError):
         run = None  # a new class of calls, or one for torch itself
     if run is not None:

@@ -11,11 +11,14 @@ from torch._C import is_grad_enabled
 
 from polyattn import scopes
 
-__all__ = ["Entry", "FastTable", "another", "tensor_check"]
+__all__ = ["Entry", "FastTable", "tensor_check"]
 
 Entry = tuple[Callable[..., bool], Callable[..., Any], Any]
 Row = tuple[Callable[..., bool], Callable[..., Any], tuple[Entry, ...]]
+Bare = tuple[Callable[..., bool], Any, Any]
+Plain = tuple[Callable[..., bool], Any, Any, bool, Any, tuple[Bare, ...]]
 _MOST_SHAPES = 12
+_MOST_PLAIN = 4
 _MOST_KEYS = 4096
 
 
@@ -89,11 +92,21 @@ def _slow_check(*tensors: Tensor) -> Callable[..., bool]:
 
 
 class FastTable:
-    """From option keys to the shapes seen with them; emptied when a choice may change."""
+    """From option keys to the shapes seen with them; emptied when a choice may change.
+
+    `entries`: the newest entry laid open, then all of them, newest first. `plain`: by layout, the
+    newest entry of calls without any option, with the operator that its kernel is nothing but (see
+    `polyattn.torch.backends.sdpa`), the switches it was chosen under, and the older ones of those.
+    """
 
     def __init__(self) -> None:
-        self.entries: dict[Any, Row] = {}  # the newest entry laid open, then all of them
-        scopes.listeners.append(self.entries.clear)
+        self.entries: dict[Any, Row] = {}
+        self.plain: dict[str, Plain] = {}
+        scopes.listeners.append(self._forget)
+
+    def _forget(self) -> None:
+        self.entries.clear()
+        self.plain.clear()
 
     def find(self, key: Any, q: Tensor, k: Tensor, v: Tensor) -> Entry | None:
         """Return the entry of these options and tensors, if there is one."""
@@ -106,11 +119,17 @@ class FastTable:
             if epoch != scopes.state.epoch:
                 return
             if len(self.entries) >= _MOST_KEYS:
-                self.entries.clear()
+                self._forget()
             older = self.entries[key][2] if key in self.entries else ()
             self.entries[key] = entry[0], entry[1], (entry, *older)[:_MOST_SHAPES]
+            layout, *rest = key
+            if rest[:4] == [None] * 4 and len(rest) == 6:
+                self._add_plain(layout, entry, rest[4], rest[5])
 
-
-def another(entries: tuple[Entry, ...], q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
-    """Return what to run for tensors that the newest entry is not for, or None."""
-    return next((run for check, run, _ in entries[1:] if check(q, k, v)), None)
+    def _add_plain(self, layout: str, entry: Entry, determined: bool, environ: Any) -> None:
+        older: tuple[Bare, ...] = ()
+        known = self.plain.get(layout)
+        if known is not None and known[3:5] == (determined, environ):
+            older = (known[:3], *known[5])[:_MOST_PLAIN]
+        operator = getattr(entry[1], "operator", None)
+        self.plain[layout] = entry[0], entry[1], operator, determined, environ, older

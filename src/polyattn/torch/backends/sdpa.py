@@ -197,7 +197,9 @@ def _plain_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
     scale = problem.scale
     if problem.layout == "BNTH":
         if scale is None:
-            return lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v)[0]
+            bare = lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v)[0]  # noqa: E731
+            bare.operator = function  # type: ignore[attr-defined]  # kernel(q, k, v) is operator(q, k, v)[0]
+            return bare
         return lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v, scale=scale)[0]
 
     def kernel(
