@@ -25,6 +25,7 @@ __all__ = [
     "check_mask",
     "dense_bias",
     "expand_blocks",
+    "four_dims",
     "grid",
     "is_static",
     "materialise",
@@ -264,11 +265,12 @@ def _dense(mask: Mask, dims: Dims, coordinates: _Coordinates) -> Tensor:
             dense = dense & other if isinstance(mask, And) else dense | other
         return dense
     if isinstance(mask, Dense):  # as it is: gathering it entry by entry would be a copy
-        return _four_dims(mask.mask)
-    return _four_dims(expand_blocks(mask, dims.kv_len).allows(coordinates.get()))
+        return four_dims(mask.mask)
+    return four_dims(expand_blocks(mask, dims.kv_len).allows(coordinates.get()))
 
 
-def _four_dims(x: Tensor) -> Tensor:
+def four_dims(x: Tensor) -> Tensor:
+    """View what broadcasts to (B, N, T, S) with all four dims."""
     return x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
@@ -332,7 +334,7 @@ def dense_bias(bias: Bias, dims: Dims, dtype: torch.dtype) -> Tensor:
     """Return the bias as a tensor of `dtype` that broadcasts to (B, N, T, S), four dims."""
     array: Tensor = bias.payload
     if not isinstance(bias, Alibi):
-        return _four_dims(array).to(dtype)
+        return four_dims(array).to(dtype)
     t = torch.arange(dims.q_len, device=array.device).view(-1, 1)
     j = torch.arange(dims.kv_len, device=array.device)
     distance = (t + dims.kv_len - dims.q_len - j).abs()

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from polyattn.problem import Problem
 from polyattn.simplify import key_range
-from polyattn.torch.isolation import hide, is_readable, mend, zero_empty
+from polyattn.torch.isolation import hide, holds_nan, is_readable, mend, zero_empty
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth
-from polyattn.torch.masking import Dims, Visible, dense_bias, visible
+from polyattn.torch.masking import Dims, Visible, dense_bias, four_dims, visible
 
 __all__ = ["load_cudnn", "load_efficient", "load_flash", "load_math"]
 
@@ -133,6 +133,8 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
         kernel = _prepare(op, problem, config)
         if _is_plain(problem) and _is_square_causal(problem) and not problem.compiled:
             return _causal_flash_cpu(function, problem, kernel)
+        if _is_plain(problem) and _is_dense(problem) and not problem.compiled:
+            return _dense_flash_cpu(function, problem, kernel)
         return kernel
 
     return prepare
@@ -174,20 +176,53 @@ def _causal_flash_cpu(
     function: Any, problem: Problem, careful: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The short way for causal calls; a NaN in the output sends the call the careful way."""
-    layout, scale, grad = problem.layout, problem.scale, problem.grad
+    turned, scale, grad = problem.layout == "BTNH", problem.scale, problem.grad
+    small = problem.batch * problem.heads * problem.q_len * problem.head_dim <= 1 << 12
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        if layout == "BNTH":
-            out = function(q, k, v, 0.0, True, scale=scale)[0]
-        else:
+        if turned:
             q4, k4, v4 = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out = function(q4, k4, v4, 0.0, True, scale=scale)[0].transpose(1, 2)
-        if type(out) is not Tensor or torch._C._are_functorch_transforms_active():
-            return out
-        total = (out.detach() if grad else out).sum().item()
-        return out if total == total else careful(q, k, v, mask, bias, sinks)
+            out = function(q4, k4, v4, 0.0, True, scale=scale)[0]
+        else:
+            out = function(q, k, v, 0.0, True, scale=scale)[0]
+        if type(out) is Tensor and not torch._C._are_functorch_transforms_active():
+            # the last row sees every key: it tells whether there is a NaN among them
+            last = out if small else out[:, :, -1]
+            total = (last.detach() if grad else last).sum().item()
+            if total != total:
+                return careful(q, k, v, mask, bias, sinks)
+        return out.transpose(1, 2) if turned else out
+
+    return kernel
+
+
+def _is_dense(p: Problem) -> bool:
+    return p.mask is not None and p.mask.kinds == {"Dense"} and not p.grad
+
+
+def _dense_flash_cpu(
+    function: Any, problem: Problem, careful: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The short way for one boolean mask in inference; a NaN sends the call the careful way."""
+    turned, scale = problem.layout == "BTNH", problem.scale
+    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        allowed = four_dims(mask.mask)
+        q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v)) if turned else (q, k, v)
+        if allowed.shape[-1] != k4.shape[2] or type(q) is not Tensor:
+            return careful(q, k, v, mask, bias, sinks)
+        added = torch.where(allowed, 0.0, float("-inf"))
+        if added.dtype != wide:
+            added = added.to(wide)
+        out = function(q4, k4, v4, 0.0, False, attn_mask=added, scale=scale)[0]
+        if torch._C._are_functorch_transforms_active() or holds_nan(out, True):
+            return careful(q, k, v, mask, bias, sinks)
+        return out.transpose(1, 2) if turned else out
 
     return kernel
 
@@ -290,7 +325,7 @@ class _Attend:
             return self._run(q, k, v, additive, sinks is not None)
 
         if mask is not None and readable:
-            out, lse = mend(run, q, k, v, lambda: visible(mask, Dims.of(q, k), q.device))
+            out, lse = mend(run, q, k, v, lambda: visible(mask, Dims.of(q, k), q.device), True)
         else:
             out, lse = run(q, k, v)
         return (out, lse) if empty is None else zero_empty(out, lse, empty)
@@ -309,16 +344,20 @@ class _Attend:
         if bias is None and sinks is None and allowed is None:
             return None, None
         wide = torch.promote_types(q.dtype, torch.float32) if self.op.wide else q.dtype
-        added = None if bias is None else dense_bias(bias, dims, wide)
-        if added is None:
+        if bias is not None:
+            added = dense_bias(bias, dims, wide)
+        elif allowed is None:
             added = torch.zeros((1, 1, 1, 1), dtype=wide, device=q.device)
-        if allowed is not None:
+        else:
+            added = torch.where(allowed, 0.0, float("-inf")).to(wide)
+        if bias is not None and allowed is not None:
             added = torch.where(allowed, added, float("-inf"))
         if zeroing and bias is not None:  # -inf in the bias masks as well
             shut = (added == float("-inf")).all(-1, keepdim=True)
             added = torch.where(shut, 0, added) if opening else added
             empty = shut if empty is None else empty | shut
-        added = added.expand(-1, -1, -1, dims.kv_len)[..., :high]
+        if added.shape[-1] != high:
+            added = added.expand(-1, -1, -1, dims.kv_len)[..., :high]
         if sinks is not None:
             column = sinks.to(wide).reshape(1, dims.heads, -1).logsumexp(-1)[..., None, None]
             added = added.expand(-1, dims.heads, -1, -1)
