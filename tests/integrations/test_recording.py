@@ -22,7 +22,7 @@ def recorded():
             F.scaled_dot_product_attention(q, q, q, mask.expand(2, 1, 16, 16))
         F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
         F.scaled_dot_product_attention(q, q, q, torch.randn(16, 16))
-        F.scaled_dot_product_attention(q[None], q[None], q[None])
+        F.scaled_dot_product_attention(q[0, 0], q[0, 0], q[0, 0])
     return recorder.record(["script.py"]), mask
 
 

@@ -198,6 +198,15 @@ def test_nested_tensors_go_to_torch_and_are_recorded() -> None:
     assert out.is_nested and ran[0].backend == "torch"
 
 
+@pytest.mark.parametrize("mask", [None, (6, 7), (2, 1, 7), (1, 7)])
+def test_more_leading_dims_are_modelled(mask: tuple[int, ...] | None) -> None:
+    q, k = torch.randn(2, 3, 2, 2, 6, 8), torch.randn(2, 3, 2, 2, 7, 8)
+    kwargs = {} if mask is None else {"attn_mask": torch.rand(mask) > 0.3}
+    with use_backend("sdpa_flash"):
+        ours = sdpa(q, k, k, **kwargs)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, k, **kwargs))
+
+
 def test_export() -> None:
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -280,10 +280,10 @@ def test_recorders_nest_and_show_what_really_ran() -> None:
 
 
 def test_a_request_is_not_dropped_where_the_drop_in_would_ask_torch() -> None:
-    x = torch.randn(2, 2, 2, 8, 16)
+    x = torch.randn(8, 16)
     assert sdpa(x, x, x).shape == x.shape
     with record_selections() as ran:
         sdpa(x, x, x)
-    assert ran[0].backend == "torch" and "5" in ran[0].reason
+    assert ran[0].backend == "torch" and "2 dims" in ran[0].reason
     with use_backend("sdpa_math"), pytest.raises(Unsupported):
         sdpa(x, x, x)

@@ -1,7 +1,7 @@
 """torch's ``scaled_dot_product_attention``: its exact signature and semantics, through polyattn.
 
-What polyattn does not model (nested tensors, tensor subclasses, inputs with other than 3 or 4
-dims, broadcasting batches) and what is wrong goes to torch's own function, which computes it or
+What polyattn does not model (nested tensors, tensor subclasses, inputs of 2 dims, broadcasting
+batches) and what is wrong goes to torch's own function, which computes it or
 raises its own error; a recorder notes such calls under the backend name ``torch``. When a backend
 is requested, such calls raise instead: a request is never dropped. Kernels that the program has
 switched off (``sdpa_kernel(...)``, ``torch.backends.cuda.enable_*_sdp``) are not chosen.
@@ -125,6 +125,10 @@ def _modelled(
     if q.dim() == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         return dispatch(q, k, v, backend=None, layer=layer, **options).squeeze(0)
+    if q.dim() > 4:
+        lead = q.shape[:-3]
+        q, k, v = q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4)
+        return dispatch(q, k, v, backend=None, layer=layer, **options).unflatten(0, lead)
     out = dispatch(q, k, v, backend=None, layer=layer, **options)
     if torch.is_autocast_enabled(q.device.type):
         return out  # whose dtype the fast table's check does not see

@@ -23,7 +23,7 @@ def beyond(
             return f"a {x.layout} tensor on {x.device.type}"
     if torch._C._are_functorch_transforms_active():
         return "a function transform (torch.func) is active"
-    if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)):
+    if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
         return f"inputs of {q.dim()}, {k.dim()} and {v.dim()} dims"
     if q.dtype != k.dtype or q.dtype != v.dtype or q.device != k.device or q.device != v.device:
         return "inputs of several dtypes or devices"
@@ -43,7 +43,7 @@ def shapes_beyond(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> bool:
     """Say whether the shapes are wrong, or broadcast in a way that only torch computes."""
     heads = k.shape[-3] == v.shape[-3] and (
         q.shape[-3] % max(k.shape[-3], 1) == 0
-        if gqa and q.dim() == 4
+        if gqa and q.dim() >= 4
         else q.shape[-3] == k.shape[-3]
     )
     alike = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and k.shape[-2] == v.shape[-2]
@@ -56,6 +56,8 @@ def _mask_beyond(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> str | N
         return "attn_mask beside is_causal"
     if mask.dtype not in (torch.bool, torch.float32, q.dtype) or mask.device != q.device:
         return f"an attn_mask of dtype {mask.dtype} on {mask.device}"
+    if q.dim() > 4 and mask.dim() > 3:
+        return f"an attn_mask of {mask.dim()} dims beside inputs of {q.dim()}"
     full = (*q.shape[:-1], k.shape[-2])
     got = (1,) * (len(full) - mask.dim()) + tuple(mask.shape)
     if mask.dim() not in range(2, len(full) + 1) or any(
