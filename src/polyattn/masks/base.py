@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from polyattn.errors import InvalidProblem
 from polyattn.payload import same
@@ -131,59 +132,47 @@ class Full(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class And(Mask):
+class Joined(Mask):
+    """Several masks as one; And and Or say how."""
+
+    members: tuple[Mask, ...]
+    sign: ClassVar[str]
+    both: ClassVar[Callable[[Any, Any], Any]]
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.members
+
+    @property
+    def signature(self) -> str:
+        return self.sign.join(f"({p!r})" if p.parts else repr(p) for p in self.members)
+
+    @property
+    def align(self) -> Align | None:
+        return _alignment(self.members)
+
+    def allows(self, ix: Index) -> Any:
+        allowed = self.members[0].allows(ix)
+        for part in self.members[1:]:
+            allowed = self.both(allowed, part.allows(ix))
+        return allowed
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        return type(self)(tuple(part.map(change) for part in self.members))
+
+
+class And(Joined):
     """What every part allows; written ``a & b``."""
 
-    members: tuple[Mask, ...]
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.members
-
-    @property
-    def signature(self) -> str:
-        return " & ".join(f"({p!r})" if isinstance(p, Or) else repr(p) for p in self.members)
-
-    @property
-    def align(self) -> Align | None:
-        return _alignment(self.members)
-
-    def allows(self, ix: Index) -> Any:
-        allowed = self.members[0].allows(ix)
-        for part in self.members[1:]:
-            allowed = allowed & part.allows(ix)
-        return allowed
-
-    def map(self, change: Callable[[str, Any], Any]) -> Mask:
-        return And(tuple(part.map(change) for part in self.members))
+    sign = " & "
+    both = staticmethod(operator.and_)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Or(Mask):
+class Or(Joined):
     """What any part allows; written ``a | b``."""
 
-    members: tuple[Mask, ...]
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.members
-
-    @property
-    def signature(self) -> str:
-        return " | ".join(f"({p!r})" if isinstance(p, And) else repr(p) for p in self.members)
-
-    @property
-    def align(self) -> Align | None:
-        return _alignment(self.members)
-
-    def allows(self, ix: Index) -> Any:
-        allowed = self.members[0].allows(ix)
-        for part in self.members[1:]:
-            allowed = allowed | part.allows(ix)
-        return allowed
-
-    def map(self, change: Callable[[str, Any], Any]) -> Mask:
-        return Or(tuple(part.map(change) for part in self.members))
+    sign = " | "
+    both = staticmethod(operator.or_)
 
 
 def _join(how: type[And] | type[Or], left: Mask, right: object) -> Mask:
