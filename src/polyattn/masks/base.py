@@ -137,7 +137,7 @@ class Joined(Mask):
 
     members: tuple[Mask, ...]
     sign: ClassVar[str]
-    both: ClassVar[Callable[[Any, Any], Any]]
+    both: ClassVar[Any]  # joins what two members allow
 
     @property
     def parts(self) -> tuple[Mask, ...]:
