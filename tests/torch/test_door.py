@@ -20,6 +20,7 @@ from polyattn import (
     Segments,
     UnknownBackend,
     Unsupported,
+    Window,
 )
 from polyattn.torch import attention, explain, plan
 
@@ -187,6 +188,21 @@ def test_a_second_plan_does_not_change_what_the_first_says() -> None:
     first = plan(Q, Q, Q, backend="sdpa_math")
     second = plan(Q, Q, Q, backend="sdpa_flash")
     assert (first.selection.backend, second.selection.backend) == ("sdpa_math", "sdpa_flash")
+
+
+def test_fake_tensors_leave_nothing_behind_and_find_nothing_real() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mask = Causal() & Window(left=2)
+    for _ in range(2):
+        with FakeTensorMode():
+            q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 9, 2, 8)
+            for name in ("sdpa_flash", "sdpa_math", "reference", "flex"):
+                assert attention(q, k, k, mask=mask, backend=name).shape == q.shape
+        q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 9, 2, 8)
+        expected = attention(q, k, k, mask=mask, backend="reference")
+        for name in ("sdpa_flash", "sdpa_math", "flex"):
+            torch.testing.assert_close(attention(q, k, k, mask=mask, backend=name), expected)
 
 
 def test_explain_takes_meta_tensors_and_runs_nothing() -> None:

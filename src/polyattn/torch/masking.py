@@ -296,7 +296,9 @@ def block_bits(mask: BlockMap, kv_len: int) -> Tensor:
 
 def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
     """Return the dense mask; small ones that the lengths determine are kept."""
-    if not is_static(mask) or torch.compiler.is_dynamo_compiling():
+    # under a compiler or a dispatch mode (fake tensors, tracing) tensors are that mode's own
+    modes = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()
+    if modes or not is_static(mask):
         return Visible(materialise(mask, dims, device), dims)
     key = (mask.signature, dims, device)
     return _static.get(key, lambda: Visible(materialise(mask, dims, device), dims))
