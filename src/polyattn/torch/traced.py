@@ -237,7 +237,6 @@ def _define_note() -> None:
     It is an effect: compilers neither drop nor reorder it. Defined when something is first
     traced, since defining it imports much of the compiler.
     """
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     @torch.library.custom_op("polyattn::note", mutates_args=())
     def note(number: int) -> None:
@@ -245,4 +244,8 @@ def _define_note() -> None:
             ran.append(_plans[number].selection)
 
     note.register_fake(lambda number: None)
+    try:
+        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+    except ImportError:  # another torch: recorders then see eager calls only
+        return
     _register_effectful_op(torch.ops.polyattn.note.default, _EffectType.ORDERED)
