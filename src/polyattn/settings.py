@@ -17,13 +17,13 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from polyattn import scopes
 from polyattn.errors import SettingsError, near_matches
 
-__all__ = ["VARIABLES", "Settings", "current", "raw_backend", "reload"]
+__all__ = ["BACKEND", "VARIABLES", "Settings", "current", "raw", "reload"]
 
 VARIABLES = (
     "POLYATTN_BACKEND",
@@ -86,16 +86,17 @@ def _cache_dir(environ: dict[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "polyattn"
 
 
-def _backend_reader() -> Callable[[], object]:
+def _raw_reader() -> tuple[Callable[[Any], object], Any]:
     """Return the cheapest way to see whether ``POLYATTN_BACKEND`` has changed."""
     try:
-        return partial(os.environ._data.get, os.environ.encodekey("POLYATTN_BACKEND"))  # type: ignore[attr-defined]
+        return os.environ._data.get, os.environ.encodekey("POLYATTN_BACKEND")  # type: ignore[attr-defined]
     except AttributeError:  # another Python than CPython
-        return partial(os.environ.get, "POLYATTN_BACKEND")
+        return os.environ.get, "POLYATTN_BACKEND"
 
 
-raw_backend = _backend_reader()
-"""Return ``POLYATTN_BACKEND`` as the environment holds it now, unparsed: part of cache keys."""
+raw, BACKEND = _raw_reader()
+"""``raw(BACKEND)`` is ``POLYATTN_BACKEND`` as the environment holds it now: part of cache keys."""
+
 
 _current: Settings | None = None
 _read: tuple[str | None, ...] = ()

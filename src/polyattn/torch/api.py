@@ -11,7 +11,8 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch._C import _current_graph_task_id, _get_deterministic_algorithms, is_grad_enabled
+from torch._C import _current_graph_task_id, is_grad_enabled
+from torch._C import _get_deterministic_algorithms as _determined
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
@@ -34,7 +35,7 @@ _entries, _plain = table.entries, table.plain
 _NOTHING: tuple[Any, Any] = (None, None)
 _state, _local = scopes.state, scopes.local
 _scope, _recorders = scopes.scope.get, scopes.recording.get
-_environ = settings.raw_backend
+_environ, _BACKEND = settings.raw, settings.BACKEND
 
 
 def attention(
@@ -83,29 +84,27 @@ def attention(
     """
     if is_dynamo_compiling():
         return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
-                                layout, return_lse, deterministic, backend)  # fmt: skip
-    run: Any = None
+                                layout, return_lse, deterministic, backend, None)  # fmt: skip
     if (
         mask is None and bias is None and scale is None and softcap is None and sinks is None
         and deterministic is None and backend is None and dropout_p == 0.0 and not return_lse
         and (not _state.armed or _is_alone())
     ):  # fmt: skip
         try:  # the shortest way, for the plainest call
-            check, run, operator, determined, environ, others = _plain[layout]
+            check, plain, operator, determined, environ, others = _plain[layout]
             if not check(query, key, value):
-                run, operator = next((o[1:] for o in others if o[0](query, key, value)), _NOTHING)
-            known = determined is _get_deterministic_algorithms() and environ is _environ()
+                plain, operator = next((o[1:] for o in others if o[0](query, key, value)), _NOTHING)
         except (TypeError, KeyError):  # no tensors, or a new layout
-            known = False
-        if known and run is not None:
-            return operator(query, key, value)[0] if operator else run(query, key, value, None)
-        run = None
+            plain = determined = None
+        if determined is _determined() and environ is _environ(_BACKEND) and plain:
+            return operator(query, key, value)[0] if operator else plain(query, key, value, None)
+    run: Any = None
     if bias is None and sinks is None and not (_state.armed and _is_watched()):
         try:
             options: Any = (
                 layout, None if mask is None else mask.signature, scale, backend,
                 (_scope(None), _local.traced, _local.module) if _state.armed else None,
-                _get_deterministic_algorithms(), _environ(),
+                _determined(), _environ(_BACKEND),
             )  # fmt: skip
             if softcap is not None or dropout_p != 0.0 or return_lse or deterministic is not None:
                 options += softcap, dropout_p, return_lse, deterministic

@@ -100,7 +100,7 @@ def _key(q: Any, options: Any, backend: Any, layer: Any) -> Any:
     try:
         key: tuple[Any, ...] = (
             options["layout"], None if mask is None else mask.signature, options["scale"],
-            backend, around(), _get_deterministic_algorithms(), settings.raw_backend(),
+            backend, around(), _get_deterministic_algorithms(), settings.raw(settings.BACKEND),
         )  # fmt: skip
         rare = tuple(options[n] for n in ("softcap", "dropout_p", "return_lse", "deterministic"))
         if rare[0] is not None or rare[1] != 0.0 or rare[2] or rare[3] is not None:

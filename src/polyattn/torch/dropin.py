@@ -43,7 +43,7 @@ torch_sdpa = torch._C._nn.scaled_dot_product_attention
 _table = FastTable()
 _entries = _table.entries
 _state = scopes.state
-_environ = settings.raw_backend
+_environ, _BACKEND = settings.raw, settings.BACKEND
 _recorders = scopes.recording.get
 _CAUSAL = Causal("top_left")
 
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
             raise LookupError
         check, run, every = _entries[
             None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale,
-            enable_gqa, around(), _get_deterministic_algorithms(), _environ(),
+            enable_gqa, around(), _get_deterministic_algorithms(), _environ(_BACKEND),
             _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
             _get_cudnn_sdp_enabled(),
         ]  # fmt: skip
@@ -134,7 +134,7 @@ def _modelled(
         return out  # whose dtype the fast table's check does not see
     key = (
         None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale, gqa,
-        around(), _get_deterministic_algorithms(), _environ(),
+        around(), _get_deterministic_algorithms(), _environ(_BACKEND),
         _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
         _get_cudnn_sdp_enabled(),
     )  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch import float64 as _float64
 from torch import is_autocast_enabled as _is_autocast_enabled
 
 from polyattn import scopes
@@ -44,10 +43,10 @@ _state, _local = scopes.state, scopes.local
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
     dropout_p: float, layout: str, return_lse: bool, deterministic: Any, backend: Any,
-    layer: tuple[str, ...] | None = None,
+    layer: tuple[str, ...] | None,
 ) -> Any:  # fmt: skip
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
-    if q.dtype != _float64 and _is_autocast_enabled(q.device.type):
+    if q.element_size() != 8 and _is_autocast_enabled(q.device.type):  # not float64
         q, k, v = _autocast(q, k, v)
     sizes, constants = _measure(q, k, v, layout, mask)
     if mask is not None:
