@@ -85,7 +85,7 @@ def nested(
     around = Request.decode(outer or "")
     barred = [n for n in around.never if n not in inner.names]
     return Request(
-        inner.names or tuple(n for n in around.names if n not in inner.never),
+        inner.names or around.names,
         tuple(dict.fromkeys([*barred, *inner.never])),
         inner.on_unsupported or around.on_unsupported,
     ).encode()
@@ -106,7 +106,7 @@ class use_backend:
 
     >>> with use_backend("sdpa_flash", "sdpa_math"), use_backend(never="sdpa_math"):
     ...     use_backend.current()
-    Request(names=('sdpa_flash',), never=('sdpa_math',), on_unsupported=None)
+    Request(names=('sdpa_flash', 'sdpa_math'), never=('sdpa_math',), on_unsupported=None)
     """
 
     def __init__(

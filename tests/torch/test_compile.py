@@ -253,6 +253,20 @@ def test_inductor() -> None:
     assert [r.backend for r in ran] == ["sdpa_math", "sdpa_math"]
 
 
+def test_the_drop_in_drops_no_request_in_traced_code() -> None:
+    f = Compiled(lambda q: sdpa(q, q, q))
+    with use_backend("sdpa_math"):
+        assert MATH in f(torch.randn(2, 8, 16))
+        assert MATH in f(torch.randn(2, 3, 2, 8, 16))
+    g = torch.compile(lambda q: sdpa(q, q, q), fullgraph=True, backend="eager")
+    flat = torch.randn(8, 16)
+    g(flat)
+    for scope in (use_backend("sdpa_math"), use_backend(never="sdpa_math")):
+        with scope, pytest.raises(Exception, match="only torch's own"):
+            g(flat)
+    g(flat)
+
+
 PACKED = torch.randn(7, 2, 16)
 
 

@@ -149,6 +149,22 @@ def test_gradients_are_those_without_checkpointing(reentrant: bool) -> None:
     assert torch.equal(x.grad, expected)
 
 
+@BOTH
+@pytest.mark.parametrize("backend", ["sdpa_flash", "flex", "reference"])
+def test_gradients_through_the_lse_survive_recomputation(backend: str, reentrant: bool) -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        out, lse = attention(x, x, x, return_lse=True)
+        return out.sum() + lse.square().sum()
+
+    x = q()
+    with use_backend(backend):
+        (expected,) = torch.autograd.grad(region(x), x)
+        out = checkpoint(region, x, use_reentrant=reentrant)
+    found = backends(out.backward)
+    assert found == [backend]
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_checkpoint_sequential() -> None:
     x = q()
     parts = [lambda x: attention(x, x, x) for _ in range(4)]

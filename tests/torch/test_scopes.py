@@ -102,6 +102,20 @@ def test_never_adds_up_and_the_allow_list_is_inherited() -> None:
         assert ran_on() == ("sdpa_math", "SCOPE")
 
 
+def test_never_inside_an_allow_list_leaves_nothing_rather_than_everything() -> None:
+    outer, inner = use_backend("sdpa_math"), use_backend(never="sdpa_math")
+    with outer, inner, pytest.raises(Unsupported, match="never"):
+        attention(Q, Q, Q)
+
+
+def test_never_holds_for_calls_that_only_torch_can_take() -> None:
+    x = torch.randn(8, 16)
+    with use_backend(never="sdpa_math"), pytest.raises(Unsupported, match="never"):
+        sdpa(x, x, x)
+    with use_backend(never="flex"):
+        sdpa(x, x, x)
+
+
 def test_never_bars_a_weaker_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYATTN_BACKEND", "sdpa_math")
     with use_backend(never="sdpa_math"), pytest.raises(Unsupported, match="never"):

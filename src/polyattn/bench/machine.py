@@ -8,6 +8,8 @@ import platform
 import re
 from typing import Any
 
+from polyattn.processor import processor
+
 __all__ = ["describe", "machine_class", "versions"]
 
 _FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
@@ -16,7 +18,7 @@ _PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy")
 
 def describe() -> dict[str, Any]:
     """Return processor, cores, the instruction sets that matter here, and the system."""
-    model, flags = _cpuinfo()
+    model, flags = processor()
     return {
         "cpu": model,
         "cores": os.cpu_count() or 1,
@@ -24,19 +26,6 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
-
-
-def _cpuinfo() -> tuple[str, list[str]]:
-    found: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                found.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass
-    model = found.get("model name") or platform.processor() or platform.machine()
-    return model, (found.get("flags") or found.get("Features") or "").split()
 
 
 def machine_class(machine: dict[str, Any]) -> str:

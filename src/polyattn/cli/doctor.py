@@ -15,6 +15,7 @@ from polyattn import settings, tables
 from polyattn.cli.arguments import parser
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.errors import PolyattnError, SettingsError
+from polyattn.processor import processor
 from polyattn.registry import Available, registry
 
 __all__ = ["main"]
@@ -103,17 +104,9 @@ def _torch() -> dict[str, Any] | None:
 
 
 def _cpu() -> dict[str, Any]:
-    found: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                found.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass
-    flags = set((found.get("flags") or found.get("Features") or "").split())
+    model, flags = processor()
     return {
-        "model": found.get("model name") or platform.processor() or platform.machine(),
+        "model": model,
         "cores": os.cpu_count(),
         "instruction_sets": [flag for flag in _ISA if flag in flags],
     }
@@ -147,7 +140,7 @@ def _check_asked(named: Sequence[str], rows: list[dict[str, Any]], amiss: list[s
         env = settings.current().backend
         wanted += [(env, "POLYATTN_BACKEND asks for")] if env else []
     except SettingsError:
-        pass
+        env = None  # which the table of settings reports
     for name, asked in wanted:
         here = asked == "asked for"
         try:

@@ -18,12 +18,15 @@ from torch._C import _get_deterministic_algorithms, is_grad_enabled
 
 from polyattn import scopes, settings
 from polyattn.decide import Wishes
+from polyattn.errors import Unsupported
+from polyattn.registry import registry
+from polyattn.selection import Rejected
 from polyattn.torch import recompute
 from polyattn.torch.door import Call, admit, rebind
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.fastpath import Entry, FastTable, tensor_check
 from polyattn.torch.masking import is_static
-from polyattn.torch.resolve import Plan, plan_for, wishes
+from polyattn.torch.resolve import Plan, plan_for, prepared, wishes
 
 __all__ = ["PLAIN", "around", "dispatch", "resolve", "runner", "table"]
 
@@ -52,6 +55,8 @@ def dispatch(
         replayed, entry = regions.replay(place)
         if replayed and entry is None:  # the forward pass was under no request
             entry = _entry(q, k, v, backend, layer, options, asked=False)
+        elif entry is not None and not entry[0](q, k, v):
+            entry = _again(entry, q, k, v, backend, layer, options)
     if entry is None:
         entry = _entry(q, k, v, backend, layer, options)
     if regions is not None:
@@ -92,6 +97,38 @@ def _entry(
     if key is not None and type(q) in PLAIN:
         table.add(key, entry, epoch)
     return entry
+
+
+def _again(entry: Entry, q: Any, k: Any, v: Any, backend: Any, layer: Any, options: Any) -> Entry:
+    """Prepare the noted choice for a recomputation that differs from the forward pass.
+
+    Reentrant checkpointing runs the forward pass without gradients and computes again with them,
+    which another kernel of the same backend may be for.
+    """
+    noted = entry[2].selection
+    key = _key(q, options, backend, layer)
+    key = None if key is None else (*key, "again", noted.backend, noted.source, str(noted.config))
+    found = table.find(key, q, k, v) if key is not None else None
+    if found is not None:
+        return found
+    epoch = _state.epoch
+    call = admit(q, k, v, **options)
+    if reasons := registry[noted.backend].check(call.problem):
+        if not noted.source.is_request:
+            return _entry(q, k, v, backend, layer, options, asked=False)
+        decisions = {**noted.decisions, noted.backend: Rejected(reasons)}
+        raise Unsupported(
+            f"got a recomputation of a forward pass that ran on {noted.backend} ({noted.source}), "
+            f"which cannot run it with gradients: {decisions[noted.backend]}. Expected a backend "
+            f"that trains; ask for another one.\n  {call.problem}",
+            decisions,
+        )
+    selection = replace(noted, problem=call.problem)
+    plan = Plan(selection, prepared(selection, call.problem))
+    again = (tensor_check(q, k, v), runner(plan, call), plan)
+    if key is not None and type(q) in PLAIN:
+        table.add(key, again, epoch)
+    return again
 
 
 def _key(q: Any, options: Any, backend: Any, layer: Any) -> Any:

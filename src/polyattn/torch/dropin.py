@@ -27,6 +27,7 @@ from polyattn import scopes, settings
 from polyattn.biases import DenseBias
 from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
+from polyattn.registry import registry
 from polyattn.selection import Selection, Source
 from polyattn.torch import recompute, traced
 from polyattn.torch.dispatch import around, dispatch, resolve, runner
@@ -190,13 +191,22 @@ def _mask_runner(plan: Plan, call: Call, attn_mask: Tensor | None) -> Any:
 
 
 def _refuse_if_requested(reason: str) -> None:
-    asked = _asked()
+    _refuse(reason, scopes.current_scope(), scopes.local.module)
+
+
+def _refuse(reason: str, scope: str | None, module: str | None) -> None:
+    """Raise Unsupported if a request is in force that torch's own choice might go against."""
+    wanted = wishes(None, None, scope, module)
+    asked = [(str(source), ", ".join(request.names)) for source, request in wanted.ordered()]
+    barred = [name for name in wanted.scope.never if name in registry.groups()["torch_sdpa"]]
+    if barred:
+        asked.append(("SCOPE", f"never {', '.join(barred)}"))
     if asked:
-        source, request = asked[0]
+        source, names = asked[0]
         raise Unsupported(
             f"got a call with {reason}, which only torch's own scaled_dot_product_attention can "
-            f"take, while {source} asks for {', '.join(request.names)}. Lift the request around "
-            "this call, or pass inputs that polyattn models."
+            f"take, while {source} asks for {names}. Lift the request around this call, or pass "
+            "inputs that polyattn models."
         )
 
 
@@ -209,27 +219,39 @@ def _traced_switches() -> tuple[str, ...] | None:
 _traced_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _refuse_traced(scope: str | None, module: str | None, epoch: str) -> None:
+    _refuse("inputs that are not modelled inside torch.compile", scope, module)
+
+
+_refuse_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _traced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
     gqa: Any,
-) -> Any:
-    """Trace one call; what polyattn does not model stays torch's own operator."""
-    plain = (
-        q.dim() == 4 and k.dim() == 4 and v.dim() == 4 and not (is_causal and attn_mask is not None)
-    )
+) -> Any:  # fmt: skip
+    """Trace one call; what polyattn does not model stays torch's own operator, unless asked."""
+    plain = q.dim() == k.dim() == v.dim() and q.dim() >= 3
+    if attn_mask is not None:
+        plain = plain and not is_causal and (q.dim() <= 4 or attn_mask.dim() <= 3)
     if not plain or q.dtype != k.dtype or shapes_beyond(q, k, v, gqa):
+        scope = _state.scope
+        scope = scopes.local.traced or (None if scope is _state else scope)
+        _refuse_traced(scope, scopes.local.module, _state.epoch)
         return torch_sdpa(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
             enable_gqa=gqa,
         )  # fmt: skip
+    lead = q.shape[:-3]
+    if q.dim() == 3:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    elif q.dim() > 4:
+        q, k, v = q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4)
     options = _options(attn_mask, dropout_p, is_causal, scale)
-    return traced.attention(
+    out = traced.attention(
         q, k, v, options["mask"], options["bias"], scale, None, None, dropout_p, "BNTH", False,
         None, None, _traced_switches(),
     )  # fmt: skip
+    if len(lead) == 1:
+        return out
+    return out.unflatten(0, lead) if lead else out.squeeze(0)

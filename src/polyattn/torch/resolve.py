@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from polyattn.decide import Tuned, Wishes, select
 from polyattn.errors import MissingDependency, PolyattnError
 from polyattn.facts import Facts
 from polyattn.problem import Problem
+from polyattn.processor import processor
 from polyattn.registry import Backend, registry
 from polyattn.requests import Request
 from polyattn.selection import Selection
@@ -128,15 +128,4 @@ def device_description(kind: str) -> str:
     """Describe the device that measured times belong to."""
     if kind == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.get_device_name()}"
-    return (
-        f"cpu:{_cpu()} {torch.backends.cpu.get_cpu_capability()} threads={torch.get_num_threads()}"
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return f"cpu:{processor()[0]} {torch.backends.cpu.get_cpu_capability()} threads={torch.get_num_threads()}"
