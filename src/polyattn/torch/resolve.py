@@ -128,4 +128,5 @@ def device_description(kind: str) -> str:
     """Describe the device that measured times belong to."""
     if kind == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.get_device_name()}"
-    return f"cpu:{processor()[0]} {torch.backends.cpu.get_cpu_capability()} threads={torch.get_num_threads()}"
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"cpu:{processor()[0]} {capability} threads={threads}"
