@@ -1,12 +1,13 @@
-"""The tables in README.md: the backends from their declarations, the costs from the record.
+"""The tables in README.md and docs/cpu.md: from the declarations of backends and from the records.
 
 ``python scripts/readme_tables.py`` says whether they are up to date, ``--write`` makes them so.
 """
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from polyattn.capabilities import ALL_MASKS, Capabilities
 from polyattn.registry import Backend, Registry, registry
@@ -99,28 +100,77 @@ SHOWN = (
 )  # fmt: skip
 
 
-def filled(page: str) -> str:
+def cpu() -> str:
+    """Return the table of the CPU kernel's record in benchmarks/results, the first by name."""
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*/cpu.json"))
+    if not paths:
+        return "There is no record yet: `polyattn bench cpu --peers --record` makes it."
+    record = json.loads(paths[0].read_text(encoding="utf-8"))
+    machine, rows = record["machine"], record["rows"]
+    busy = max(row["foreign"]["max"] for row in rows)
+    sticks = ", ".join(
+        f"{name} {stick['max']:.0f} {stick['unit']}"
+        for name, stick in sorted(record["yardsticks"].items())
+    )
+    where = (
+        f"{machine['cpu']}, {machine['cores']} cores, {record['threads']} threads, torch "
+        f"{record['versions']['torch']}, {record['date'][:10]}, others busy at most {busy:.0%}; "
+        f"yardsticks of the run: {sticks}. The record: "
+        f"`{paths[0].relative_to(ROOT).as_posix()}`."
+    )
+    peers = sorted({name for row in rows for name in row["peers"]})
+    names = ("case", "ours, ms", "x torch", "goal", *(f"x {name}" for name in peers), "of peak")
+    align = ("---", *("---:" for _ in names[1:-1]), "---:", "---")
+    lines = [where, "", f"| {' | '.join((*names, 'limited by'))} |", f"|{'|'.join(align)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(_cpu_cells(row, peers))} |" for row in rows)])
+
+
+def _cpu_cells(row: dict[str, Any], peers: list[str]) -> Iterator[str]:
+    yield row["name"]
+    yield f"{row['ours_ms']['median']:.3g}"
+    yield f"{row['ratio']['median']:.3g}"
+    yield "" if row["goal"] is None else f"{row['goal']:g}: {_met(row['met'])}"
+    for name in peers:
+        ratio = row["peers"].get(name, {}).get("ratio")
+        yield f"{ratio['median']:.3g}" if ratio else ""
+    rate = f"{row['ours_gbs']:.0f} GB/s, " if "ours_gbs" in row else ""
+    yield f"{rate}{row['ours_share']:.0%}"
+    yield row["limit"]
+
+
+PAGES = {
+    "README.md": {"backends": lambda: table(registry), "costs": costs},
+    "docs/cpu.md": {"cpu": cpu},
+}
+
+
+def filled(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
     """Return the page with each made part between its marks."""
-    for name, made in (("backends", table(registry)), ("costs", costs())):
+    for name, make in parts.items():
+        made = make()
         begin, end = BEGIN.format(name), END.format(name)
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
-            raise SystemExit(f"got README.md without the marks {begin} and {end}")
+            raise SystemExit(f"got a page without the marks {begin} and {end}")
         page = f"{before}{begin}\n{made}\n{end}{after}"
     return page
 
 
 def main() -> int:
-    """Write README.md, or say whether it is as it would be written."""
-    page = ROOT / "README.md"
-    text = page.read_text(encoding="utf-8")
-    if "--write" in sys.argv[1:]:
-        page.write_text(filled(text), encoding="utf-8")
-        return 0
-    same = filled(text) == text
-    print("README.md is up to date" if same else "run: python scripts/readme_tables.py --write")
-    return 0 if same else 1
+    """Write the pages, or say whether they are as they would be written."""
+    stale = []
+    for name, parts in PAGES.items():
+        page = ROOT / name
+        text = page.read_text(encoding="utf-8")
+        made = filled(text, parts)
+        if "--write" in sys.argv[1:]:
+            page.write_text(made, encoding="utf-8")
+        elif made != text:
+            stale.append(name)
+    if stale:
+        print(f"{' and '.join(stale)}: run python scripts/readme_tables.py --write")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class Capabilities:
     deterministic_backward: bool = False
     strided: bool = False
     compiled: bool = False
+    paged: bool = False
     exactness: str = "exact"
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
@@ -133,6 +134,8 @@ class Capabilities:
              "contiguous last dims"),
             ("torch.compile", p.compiled, self.compiled, "a call traced by the compiler",
              "eager calls"),
+            ("paged keys", p.paged is not None, self.paged, f"keys in pages of {p.paged}",
+             "keys in one array"),
         ):  # fmt: skip
             if wanted and not can:
                 yield Reason(fact, got, takes)

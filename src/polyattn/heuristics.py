@@ -25,6 +25,10 @@ class Row:
     reason: str
 
 
+NATIVE_FROM = 1 << 22
+"""The work, B * N * T * S * (H + V), from which the native CPU kernels are preferred."""
+
+
 def _sparse(p: Problem) -> bool:
     kinds = p.mask.kinds if p.mask else frozenset()
     return bool(kinds & {"Window", "BlockMap", "Segments", "Packed"}) and p.kv_len >= 1024
@@ -38,19 +42,26 @@ ROWS: tuple[Row, ...] = (
     Row(
         "cpu, scores that fused kernels cannot express, small",
         lambda p: p.device == "cpu" and p.softcap is not None and _work(p) < 1 << 28,
-        ("reference", "flex"),
-        "compiling FlexAttention takes seconds, the float64 reference less at this size",
+        ("native_cpu", "reference", "flex"),
+        "the native kernels cap scores in their tiles; compiling FlexAttention takes seconds, the "
+        "float64 reference less at this size",
     ),
     Row(
         "cpu, scores that fused kernels cannot express",
         lambda p: p.device == "cpu" and p.softcap is not None,
-        ("flex", "reference"),
-        "FlexAttention compiles the soft cap into its tiles",
+        ("native_cpu", "flex", "reference"),
+        "the native kernels cap scores in their tiles, and so does compiled FlexAttention",
+    ),
+    Row(
+        "cpu, native kernels",
+        lambda p: p.device == "cpu" and _work(p) >= NATIVE_FROM,
+        ("native_cpu", "sdpa_flash", "sdpa_math", "reference", "flex"),
+        "the native kernels use the processor's own bfloat16 products and skip masked tiles",
     ),
     Row(
         "cpu",
         lambda p: p.device == "cpu",
-        ("sdpa_flash", "sdpa_math", "reference", "flex"),
+        ("sdpa_flash", "sdpa_math", "native_cpu", "reference", "flex"),
         "torch's flash kernel is faster than its math path on CPUs; "
         "FlexAttention must compile for seconds and is slower unless it skips blocks",
     ),

@@ -48,7 +48,8 @@ class Problem:
     """One call's facts; hashable and JSON-able.
 
     Letters: `B` batch, `T` query length, `S` key length, `N` query heads, `K` key/value heads,
-    `H` head dim. When packed, `q_len` and `kv_len` are totals and `batch` counts sequences.
+    `H` head dim. When packed, `q_len` and `kv_len` are totals and `batch` counts sequences. When
+    `paged`, `kv_len` is what the page table has room for.
 
     >>> p = Problem(batch=1, q_len=128, kv_len=128, heads=8, kv_heads=2, head_dim=64, dtype="bf16")
     >>> p.value_dim, p.dtype, p.gqa, p.mode
@@ -82,6 +83,7 @@ class Problem:
     deterministic: bool = False
     contiguous: bool = True
     compiled: bool = False
+    paged: int | None = None  # keys in each page
 
     def __post_init__(self) -> None:
         if self.value_dim == -1:
@@ -163,6 +165,8 @@ class Problem:
     def to_json(self) -> str:
         """Return canonical JSON: equal problems give equal text."""
         data = asdict(self)
+        if self.paged is None:  # as it was written before there were pages
+            del data["paged"]
         if self.mask is not None:
             data["mask"]["kinds"] = sorted(self.mask.kinds)
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -189,6 +193,6 @@ class Problem:
 _OPTIONAL = frozenset(
     {
         "bias", "bias_grad", "scale", "softcap", "sinks", "sinks_grad", "dropout_p",
-        "grad", "lse", "deterministic", "contiguous", "compiled",
+        "grad", "lse", "deterministic", "contiguous", "compiled", "paged",
     }
 )  # fmt: skip

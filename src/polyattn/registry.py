@@ -53,7 +53,8 @@ class Backend:
     device counts. `probe`: ``() -> Available | Missing``, importing nothing heavy.
     `load`: ``() -> prepare``, where ``prepare(problem, config) -> kernel`` and
     ``kernel(q, k, v, mask, bias, sinks)`` gives ``out``, or ``(out, lse)`` if `problem.lse`;
-    arrays arrive in the problem's layout.
+    arrays arrive in the problem's layout. Of a paged problem, k and v are the pages and the kernel
+    takes ``(block_table, lengths)`` as a last argument.
     `extra`: ``(problem) -> reasons`` for what a table cannot say.
     `package`: the distribution that a dry run looks up in the facts it was given.
     `configs`: ``(problem) -> configurations`` that tuning may choose among, beside ``{}``.

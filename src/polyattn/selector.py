@@ -41,6 +41,7 @@ class AttentionBackendEnum(Enum):
     SDPA_EFFICIENT = "sdpa_efficient"
     SDPA_CUDNN = "sdpa_cudnn"
     SDPA_MATH = "sdpa_math"
+    NATIVE_CPU = "native_cpu"
     FLEX = "flex"
     REFERENCE = "reference"
     TORCH_SDPA = "torch_sdpa"

@@ -7,6 +7,7 @@
 | ``POLYATTN_CACHE_DIR`` | a directory | where the tuning table lives |
 | ``POLYATTN_TUNING`` | ``on`` (default), ``off`` | whether measured times count |
 | ``POLYATTN_PLUGINS`` | ``on`` (default), ``off`` | whether other packages' backends load |
+| ``POLYATTN_NATIVE_ISA`` | ``best`` (default), ``avx2``, ... | instruction set of native_cpu |
 
 A value that means nothing is an error that lists the valid ones, never ignored.
 """
@@ -23,7 +24,9 @@ from typing import Any
 from polyattn import scopes
 from polyattn.errors import SettingsError, near_matches
 
-__all__ = ["BACKEND", "VARIABLES", "Settings", "current", "raw", "reload"]
+__all__ = [
+    "BACKEND", "NATIVE_ISAS", "VARIABLES", "Settings", "compiler", "current", "raw", "reload",
+]  # fmt: skip
 
 VARIABLES = (
     "POLYATTN_BACKEND",
@@ -31,7 +34,11 @@ VARIABLES = (
     "POLYATTN_CACHE_DIR",
     "POLYATTN_TUNING",
     "POLYATTN_PLUGINS",
+    "POLYATTN_NATIVE_ISA",
 )
+
+NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon")
+"""The instruction sets that the native kernels know; which are here, ``polyattn.native`` says."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Settings:
     cache_dir: Path
     tuning: bool
     plugins: bool
+    native_isa: str = "best"
 
     @classmethod
     def parse(cls, environ: dict[str, str]) -> Settings:
@@ -57,6 +65,7 @@ class Settings:
             cache_dir=_cache_dir(environ),
             tuning=_choice(environ, "POLYATTN_TUNING", ("on", "off")) == "on",
             plugins=_choice(environ, "POLYATTN_PLUGINS", ("on", "off")) == "on",
+            native_isa=_choice(environ, "POLYATTN_NATIVE_ISA", ("best", *NATIVE_ISAS)),
         )
 
 
@@ -112,6 +121,11 @@ def current() -> Settings:
         if known:
             scopes.invalidate()
     return _current
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler that ``CXX`` names, or None; a build looks there first."""
+    return os.environ.get("CXX", "").strip() or None
 
 
 def reload() -> Settings:

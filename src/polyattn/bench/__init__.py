@@ -1,6 +1,7 @@
 """Honest timing of what polyattn costs, beside other libraries in the same run, with records.
 
 ``polyattn bench overhead`` prints what a call costs over the kernel it ends in;
+``polyattn bench cpu`` how fast the CPU kernel is beside torch's;
 ``polyattn bench compare A.json B.json`` sets two records side by side.
 """
 

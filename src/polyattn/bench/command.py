@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from polyattn.errors import PolyattnError
+from polyattn.errors import MissingDependency, PolyattnError
 
 __all__ = ["main"]
 
@@ -19,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from polyattn.bench.report import say
 
     try:
-        return _compare(options) if options.what == "compare" else _overhead(options)
+        return {"compare": _compare, "cpu": _cpu, "overhead": _overhead}[options.what](options)
     except (PolyattnError, OSError) as error:
         say(f"polyattn bench: {error}", error=True)
         return CANNOT_SAY
@@ -42,11 +44,31 @@ def _parser() -> argparse.ArgumentParser:
         help="write the record; without FILE to benchmarks/results/<machine>/overhead.json",
     )  # fmt: skip
     overhead.add_argument("--plot", metavar="FILE.png", help="draw the table (needs matplotlib)")
+    _add_cpu(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")
     compare.add_argument("b", metavar="B.json")
     compare.add_argument("--json", action="store_true", help="print the rows as JSON")
     return parser
+
+
+def _add_cpu(kinds: Any) -> None:
+    cpu = kinds.add_parser(
+        "cpu",
+        help="the CPU kernel of polyattn beside torch's and others'",
+        description="native_cpu and torch SDPA in one run, with goals, errors and yardsticks.",
+    )
+    cpu.add_argument("--peers", action="store_true", help="FlexAttention and the folded route too")
+    cpu.add_argument("--grid", action="store_true", help="look for problems where it is slower")
+    cpu.add_argument("--quick", action="store_true", help="an eighth of the lengths, no goals")
+    cpu.add_argument("--only", metavar="PATTERN", default="", help="a part of the cases' names")
+    cpu.add_argument("--repeats", type=int, help="repeats that are kept (7; quick: 3)")
+    cpu.add_argument("--json", action="store_true", help="print the record, not the table")
+    cpu.add_argument(
+        "--record", metavar="FILE", nargs="?", const="",
+        help="write the record; without FILE to benchmarks/results/<machine>/cpu.json",
+    )  # fmt: skip
+    cpu.add_argument("--plot", metavar="FILE.png", help="draw the ratios (needs matplotlib)")
 
 
 def _overhead(options: argparse.Namespace) -> int:
@@ -72,6 +94,47 @@ def _overhead(options: argparse.Namespace) -> int:
         from polyattn.bench.plot import draw
 
         report.say(f"plot: {draw(record, Path(options.plot))}", error=options.json)
+    return YES if record["goals_met"] else NO
+
+
+def _cpu(options: argparse.Namespace) -> int:
+    repeats = options.repeats or (3 if options.quick else 7)
+    if repeats < 2 or (options.repeats is not None and options.repeats < 2):
+        raise PolyattnError(f"got --repeats {options.repeats}, expected at least 2.")
+    if options.record == "" and (options.quick or options.only):
+        raise PolyattnError(
+            "got --record without FILE beside --quick or --only, expected a whole run for the "
+            "record of the machine; name a FILE."
+        )
+    if options.grid and options.plot:
+        raise PolyattnError("got --plot beside --grid, expected one of them.")
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency(
+            "got `bench cpu` without PyTorch, expected torch: pip install 'polyattn[torch]'"
+        )
+    from polyattn.bench import records
+    from polyattn.bench.cpu import grid, report, run
+    from polyattn.bench.report import say
+
+    asked = run.Options(
+        repeats=repeats, block_s=0.01 if options.quick else 0.04, peers=options.peers,
+        quick=options.quick, only=options.only,
+    )  # fmt: skip
+    run.require(asked.backend)
+    progress = (lambda line: None) if options.json else (lambda line: say(line, error=True))
+    record = (grid.measure_grid if options.grid else run.measure)(asked, progress)
+    if options.json:
+        say(records.dump(record), plain=True)
+    else:
+        (report.print_grid if options.grid else report.print_record)(record)
+    if options.record is not None:
+        path = Path(options.record or records.default_path(record, record["kind"]))
+        records.write(record, path)
+        say(f"record: {path}", error=options.json)
+    if options.plot:
+        from polyattn.bench.plot import draw_ratios
+
+        say(f"plot: {draw_ratios(record, Path(options.plot))}", error=options.json)
     return YES if record["goals_met"] else NO
 
 

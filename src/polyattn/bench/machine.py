@@ -6,11 +6,12 @@ import importlib.metadata
 import os
 import platform
 import re
+import sys
 from typing import Any
 
 from polyattn.processor import processor
 
-__all__ = ["describe", "machine_class", "versions"]
+__all__ = ["command_line", "describe", "machine_class", "versions"]
 
 _FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
 _PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy")
@@ -56,3 +57,10 @@ def versions() -> dict[str, str | None]:
 
         found["polyattn"] = __version__
     return found
+
+
+def command_line(default: str) -> str:
+    """Return the command that is running; the plain one for `default` when called from Python."""
+    given = sys.argv[1:]
+    arguments = given[given.index("bench") + 1 :] if "bench" in given else [default]
+    return " ".join(["polyattn", "bench", *arguments])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +49,7 @@ def _record(rows: list[dict[str, Any]], rounds: int, quiet: Rounds) -> dict[str,
     return {
         "schema": SCHEMA,
         "kind": "overhead",
-        "command": " ".join(["polyattn", "bench", *_arguments()]),
+        "command": machine.command_line("overhead"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(),
         "versions": machine.versions(),
@@ -67,12 +66,6 @@ def _record(rows: list[dict[str, Any]], rounds: int, quiet: Rounds) -> dict[str,
         "goals_met": all(row.get("met", True) for row in rows),
         "rows": rows,
     }
-
-
-def _arguments() -> list[str]:
-    """Return the arguments after ``bench``, or the plain command when called from Python."""
-    given = sys.argv[1:]
-    return given[given.index("bench") + 1 :] if "bench" in given else ["overhead"]
 
 
 def _torch() -> Any:

@@ -48,16 +48,28 @@ def read(path: Path) -> dict[str, Any]:
     return dict(record)
 
 
+_MEASURES = {
+    "extra_us": "extra time, median us",
+    "relative": "time over that of torch in the same run, median",
+}
+
+
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the rows of two records side by side.
+    """Set the rows of two records of one kind side by side.
 
     A row differs when the quartiles of the two do not overlap; less is noise.
     """
-    theirs = {row["name"]: row for row in b["rows"] if row.get("extra_us")}
+    if a.get("kind") != b.get("kind"):
+        raise PolyattnError(
+            f"got a record of {a.get('kind')!r} and one of {b.get('kind')!r}, expected two of the "
+            "same kind."
+        )
+    measure = next((m for m in _MEASURES if any(row.get(m) for row in a["rows"])), "extra_us")
+    theirs = {row["name"]: row[measure] for row in b["rows"] if row.get(measure)}
     rows = [
-        _difference(row["name"], row["extra_us"], theirs[row["name"]]["extra_us"])
+        _difference(row["name"], row[measure], theirs[row["name"]])
         for row in a["rows"]
-        if row.get("extra_us") and row["name"] in theirs
+        if row.get(measure) and row["name"] in theirs
     ]
     notes = [
         f"{what} differs: {a[what]} and {b[what]}"
@@ -65,6 +77,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         if a[what] != b[what]
     ]
     return {
+        "measure": _MEASURES[measure],
         "rows": rows,
         "notes": notes,
         "slower": [row["name"] for row in rows if row["verdict"] == "slower"],
@@ -79,8 +92,8 @@ def _difference(name: str, a: Mapping[str, float], b: Mapping[str, float]) -> di
         verdict = "faster"
     return {
         "name": name,
-        "a_us": a["median"],
-        "b_us": b["median"],
-        "change_us": round(b["median"] - a["median"], 3),
+        "a": a["median"],
+        "b": b["median"],
+        "change": round(b["median"] - a["median"], 4),
         "verdict": verdict,
     }

@@ -9,19 +9,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["print_comparison", "print_overhead", "say"]
+__all__ = ["conditions", "console", "print_comparison", "print_overhead", "say"]
 
 PLAIN_WIDTH = 118
 
 
-def _console(error: bool = False) -> Console:
+def console(error: bool = False, width: int = 0) -> Console:
+    """Return where to print: as wide as the terminal, and at least `width` where there is none."""
     stream = sys.stderr if error else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+    plain = max(width, PLAIN_WIDTH)
+    return Console(file=stream, width=None if stream.isatty() else plain, highlight=False)
 
 
 def say(text: str, *, error: bool = False, plain: bool = False) -> None:
     """Print a line; `plain` text is for programs and is not wrapped."""
-    _console(error).print(text, markup=False, soft_wrap=plain or error)
+    console(error).print(text, markup=False, soft_wrap=plain or error)
 
 
 def print_overhead(record: Mapping[str, Any]) -> None:
@@ -40,13 +42,13 @@ def print_overhead(record: Mapping[str, Any]) -> None:
             f"{extra['min']:.2f}..{extra['max']:.2f}", "" if goal is None else f"{goal:.1f}", met,
             f"{row['over']} ({row['over_us']:.2f})",
         )  # fmt: skip
-    _console().print(table)
+    console().print(table)
     for line in _footer(record):
         say(line)
 
 
 def _footer(record: Mapping[str, Any]) -> list[str]:
-    machine, load = record["machine"], record["foreign_load"]
+    load = record["foreign_load"]
     over = (
         "over: the very kernel call that the row ends in, timed beside it; each figure is a median "
         "of paired differences."
@@ -61,25 +63,33 @@ def _footer(record: Mapping[str, Any]) -> list[str]:
         over,
         *(f"{name} = {meaning}" for name, meaning in record["legend"].items()),
         rounds,
-        f"{machine['cpu']}, {machine['cores']} cores; "
-        + ", ".join(f"{k} {v}" for k, v in record["versions"].items() if v),
+        conditions(record),
     ]
     missed = [row["name"] for row in record["rows"] if row.get("met") is False]
     lines.append("all goals met" if not missed else f"goals missed: {', '.join(missed)}")
     return lines
 
 
+def conditions(record: Mapping[str, Any]) -> str:
+    """Return the machine and the versions in one line."""
+    machine = record["machine"]
+    native = record.get("native")
+    isa = f", native {native['isa']}" if native else ""
+    versions = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found)
+    return f"{machine['cpu']}, {machine['cores']} cores{isa}; {versions}"
+
+
 def print_comparison(comparison: Mapping[str, Any], a: str, b: str) -> None:
     """Print two records side by side."""
-    table = Table(title=f"{a} and {b}: extra time, median us")
+    table = Table(title=f"{a} and {b}: {comparison['measure']}")
     for name in ("call", "a", "b", "change", ""):
         table.add_column(name, justify="left" if name in ("call", "") else "right")
     for row in comparison["rows"]:
         table.add_row(
-            row["name"], f"{row['a_us']:.2f}", f"{row['b_us']:.2f}", f"{row['change_us']:+.2f}",
+            row["name"], f"{row['a']:.3g}", f"{row['b']:.3g}", f"{row['change']:+.3g}",
             row["verdict"],
         )  # fmt: skip
-    _console().print(table)
+    console().print(table)
     for note in comparison["notes"]:
         say(f"note: {note}")
     slower = comparison["slower"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from timeit import Timer
 from typing import Any
 
-__all__ = ["Pair", "Rounds", "Timed", "calibrate", "time_pairs"]
+__all__ = ["QUIET", "Pair", "Rounds", "Timed", "Watch", "calibrate", "time_pairs"]
 
 QUIET = 0.06
 """The share of all cores that other processes may take in a round that counts as quiet."""
@@ -92,7 +92,7 @@ def time_pairs(
     timers = [(Timer(p.statement, globals=names), Timer(p.over, globals=names)) for p in pairs]
     done: list[tuple[float, list[list[tuple[float, float]]]]] = []
     while len(done) < 2 * rounds and sum(load <= QUIET for load, _ in done) < rounds:
-        watch = _Watch()
+        watch = Watch()
         found = [
             [_abba(*both, pair.scope, one.calls) for _ in range(PAIRS)]
             for both, pair, one in zip(timers, pairs, timed, strict=True)
@@ -118,7 +118,7 @@ def _abba(statement: Timer, over: Timer, scope: Scope, calls: int) -> tuple[floa
     return (first + last) / 2 / calls - mean_base, mean_base
 
 
-class _Watch:
+class Watch:
     """The processor time that other processes take, from now on; 0 where the system won't say."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "run": ("polyattn.cli.run", "run a program with its attention routed through polyattn"),
     "tune": ("polyattn.cli.tune", "measure a program's attention problems on every backend"),
-    "bench": ("polyattn.bench", "what a call costs, beside other libraries"),
+    "bench": ("polyattn.bench", "what a call costs and how fast it is, beside other libraries"),
     "fuzz": ("polyattn.conformance.fuzz", "random problems against the float64 reference"),
 }
 """Each command: the module whose ``main(argv)`` it is, imported when it is used, and its line."""

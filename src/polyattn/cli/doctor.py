@@ -13,6 +13,7 @@ from typing import Any
 import polyattn
 from polyattn import settings, tables
 from polyattn.cli.arguments import parser
+from polyattn.cli.doctor_native import native_report, native_rows
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.errors import PolyattnError, SettingsError
 from polyattn.processor import processor
@@ -21,7 +22,7 @@ from polyattn.registry import Available, registry
 __all__ = ["main"]
 
 SUMMARY = """Every backend: available or why not, its version, how to get it; torch, the device, the
-instruction sets, the tuning table, the settings. Exit code 1 if something that was asked for is
+instruction sets, the native kernels, the tuning table, the settings. Exit code 1 if something that was asked for is
 amiss: a backend named here or in POLYATTN_BACKEND, a setting, a plugin, the cache directory."""
 
 _ISA = (
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     report["settings"] = _settings(amiss)
     report["torch"] = _guarded(_torch, amiss)
     report["cpu"] = _cpu()
+    report["native"] = _guarded(lambda: native_report(amiss), amiss)
     report["backends"] = _backends()
     _check_asked(options.backends, report["backends"], amiss)
     report["tuning"] = _guarded(lambda: _tuning(amiss), amiss)
@@ -77,7 +79,7 @@ def _settings(amiss: list[str]) -> dict[str, Any]:
     return {
         "POLYATTN_BACKEND": now.backend, "POLYATTN_ON_UNSUPPORTED": now.on_unsupported,
         "POLYATTN_CACHE_DIR": str(now.cache_dir), "POLYATTN_TUNING": "on" if now.tuning else "off",
-        "POLYATTN_PLUGINS": "on" if now.plugins else "off",
+        "POLYATTN_PLUGINS": "on" if now.plugins else "off", "POLYATTN_NATIVE_ISA": now.native_isa,
     }  # fmt: skip
 
 
@@ -201,6 +203,7 @@ def _print(report: dict[str, Any]) -> None:
         )
     sets = ", ".join(cpu["instruction_sets"]) or "unknown"
     rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores: {sets}"))
+    rows += native_rows(report["native"])
     if "error" not in tuning:
         lasting = "" if tuning["persistent"] and tuning["writable"] else ", not lasting"
         here = tuning["rows_of_this_cpu_and_torch"]

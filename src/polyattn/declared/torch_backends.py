@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from polyattn.capabilities import ALL_MASKS, Capabilities, Reason
+from polyattn.native import module
 from polyattn.problem import Problem
 from polyattn.registry import Available, Backend, Missing, Probe, Registry
 
@@ -29,7 +30,9 @@ LAYOUTS = frozenset({"BTNH", "BNTH", "packed"})
 
 def declare(registry: Registry) -> None:
     """Register this package's torch backends."""
-    for backend in (_flash(), _efficient(), _cudnn(), _math(), _flex(), _reference()):
+    for backend in (
+        _flash(), _efficient(), _cudnn(), _math(), _native_cpu(), _flex(), _reference(),
+    ):  # fmt: skip
         registry.register(backend)
     registry.group("torch_sdpa", ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"))
 
@@ -178,6 +181,38 @@ def _math() -> Backend:
     )  # fmt: skip
 
 
+def _native_cpu() -> Backend:
+    cpu = Capabilities(
+        devices={"cpu"}, dtypes=HALVES | {"float32"}, head_dims=(1, 1024, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
+        sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
+        deterministic_backward=True, strided=True, compiled=True, paged=True,
+    )  # fmt: skip
+    return Backend(
+        "native_cpu", "torch", cpu, _native_probe, _loader("native_cpu.backend"), _native_extra,
+        "torch", "the C++ kernels of this package: tiles that a mask empties are skipped, and "
+        "scores are never materialised, forward and backward",
+    )  # fmt: skip
+
+
+def _native_probe() -> Probe:
+    found = module.status()
+    if isinstance(found, Missing):
+        return found
+    torch = _torch_probe()
+    return torch if isinstance(torch, Missing) else found
+
+
+def _native_extra(p: Problem) -> Iterator[Reason]:
+    if p.paged is not None and (p.grad or p.sinks_grad):
+        yield Reason("backward", "paged keys with gradients", "inference only where keys are paged")
+    if p.bias_grad and p.bias is not None and p.bias.startswith("Alibi"):
+        # it would take an array of all scores, which these kernels are there to avoid
+        yield Reason("bias gradient", "slopes of Alibi that need a gradient", "dense biases")
+    elif p.bias_grad and p.bias is not None and p.bias.endswith("float64)"):
+        yield Reason("bias gradient", f"{p.bias}", "biases of at most 32 bits: it sums in float32")
+
+
 def _flex() -> Backend:
     cpu = Capabilities(
         devices={"cpu"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
@@ -227,7 +262,7 @@ def _reference() -> Backend:
         devices={"cpu", "cuda"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True, backward=True,
-        deterministic=True, deterministic_backward=True, strided=True, compiled=True,
+        deterministic=True, deterministic_backward=True, strided=True, compiled=True, paged=True,
     )  # fmt: skip
     return Backend(
         "reference", "torch", anywhere, _torch_probe, _loader("reference"), None, "torch",

@@ -24,7 +24,8 @@ import torch.compiler
 from polyattn import scopes
 from polyattn.torch.api import attention, explain, plan
 from polyattn.torch.dropin import scaled_dot_product_attention
+from polyattn.torch.paged import paged_attention
 
 scopes.is_tracing = torch.compiler.is_dynamo_compiling
 
-__all__ = ["attention", "explain", "plan", "scaled_dot_product_attention"]
+__all__ = ["attention", "explain", "paged_attention", "plan", "scaled_dot_product_attention"]

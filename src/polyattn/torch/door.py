@@ -84,7 +84,7 @@ def admit(
         sinks=_sinks(sinks, heads, device), sinks_grad=_wants_grad(sinks),
         dropout_p=float(dropout_p), grad=bool(tensors), lse=bool(return_lse),
         deterministic=_deterministic(deterministic),
-        contiguous=all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in (q, k, v)),
+        contiguous=all(map(_is_contiguous, (q, k, v))),
         compiled=torch.compiler.is_compiling(),
     )  # fmt: skip
     if mask is not None:
@@ -167,6 +167,11 @@ def _types(mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, dropout_p
             raise InvalidProblem(f"got {name}={number!r}, expected a finite number.")
     if sinks is not None and not isinstance(sinks, Tensor):
         raise InvalidProblem(f"got sinks of type {type(sinks).__name__}, expected a torch.Tensor.")
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    """Say whether the last dim lies in memory as its values count (negated views do not)."""
+    return (x.stride(-1) == 1 or x.shape[-1] <= 1) and not x.is_neg()
 
 
 def _under_or(mask: Mask) -> bool:

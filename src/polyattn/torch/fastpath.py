@@ -77,6 +77,7 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
     return (
         type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad, x.is_inference(),
+        x.is_neg(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch._C._functorch.maybe_current_level(),
     )  # fmt: skip

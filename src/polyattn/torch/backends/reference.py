@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.errors import InvalidProblem
 from polyattn.problem import Problem
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.masking import Dims, dense_bias, visible
@@ -29,6 +30,9 @@ def load() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
 
 def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
+    if problem.paged is not None:
+        return _paged_kernel(problem)
+
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
@@ -39,6 +43,40 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
     return kernel
+
+
+def _paged_kernel(problem: Problem) -> Callable[..., Any]:
+    """Gather the keys of each sequence, which is then a problem of its own."""
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any,
+        pages: tuple[Tensor, Tensor],
+    ) -> Any:  # fmt: skip
+        outs, sums = [], []
+        for b, length in enumerate(pages[1].tolist()):
+            keys, values = (_gathered(x, pages[0][b], length, problem) for x in (k, v))
+            out, lse = reference_attention(
+                problem.with_(batch=1, kv_len=length), q[b : b + 1], keys, values, mask, None, sinks
+            )
+            outs.append(out.to(q.dtype))
+            sums.append(lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32))
+        return (torch.cat(outs), torch.cat(sums)) if problem.lse else torch.cat(outs)
+
+    return kernel
+
+
+def _gathered(pages: Tensor, table: Tensor, length: int, problem: Problem) -> Tensor:
+    """Return the first `length` keys or values of a sequence, (1, S, K, H) in the layout."""
+    used = table[: -(-length // (problem.paged or 1))].long()
+    if bool(((used < 0) | (used >= pages.shape[0])).any()):
+        raise InvalidProblem(
+            f"got a block table that does not fit {pages.shape[0]} pages: it holds "
+            f"{used.tolist()[:8]}, expected 0 to {pages.shape[0] - 1}."
+        )
+    found = pages[used]
+    if problem.layout == "BTNH":
+        return found.flatten(0, 1)[None, :length]
+    return found.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
 def reference_attention(

@@ -1,0 +1,118 @@
+// One attention call as plain data: raw pointers, strides in elements, no framework.
+//
+// Every front-end (torch, NumPy, JAX, the C++ tests, the fuzz target) fills this struct; check()
+// refuses what the kernels could not run without leaving their arrays.
+#pragma once
+
+#include <cstdint>
+
+namespace polyattn {
+
+enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+constexpr int64_t kMaxHeadDim = 1024;
+constexpr int kMaxTerms = 32;
+constexpr int kMaxDepth = 8;
+constexpr int64_t kUnbounded = int64_t{1} << 62;
+
+// Element (b, n, t, h) lies at data + b * batch + n * head + t * row + h.
+struct Array {
+  void* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;
+};
+
+// Which keys a query may attend, as a program in postfix order over these terms.
+// t and j count from 0 within the sequence; T and S are its lengths.
+enum class TermKind : int32_t {
+  everything = 0,
+  band = 1,      // low <= j - (t + offset) <= high, offset = bottom_right ? S - T : 0
+  kv_limit = 2,  // j < lengths[b]
+  q_limit = 3,   // t < lengths[b]
+  segments = 4,  // q_ids[b][t] == kv_ids[b][j]
+  blocks = 5,    // bits[b][n][t / block_q][j / block_k]
+  dense = 6,     // allowed[b][n][t][j]
+  both = 7,      // the last two terms joined by "and"
+  either = 8,    // the last two terms joined by "or"
+};
+
+struct Term {
+  TermKind kind = TermKind::everything;
+  int32_t bottom_right = 0;
+  int64_t low = -kUnbounded, high = kUnbounded;  // band
+  const int64_t* lengths = nullptr;              // kv_limit, q_limit: one for each batch entry
+  const int64_t* q_ids = nullptr;                // segments; batch strides below, 0 = shared
+  const int64_t* kv_ids = nullptr;
+  int64_t q_ids_batch = 0, kv_ids_batch = 0;
+  const uint8_t* bytes = nullptr;                // blocks, dense: 0 or 1
+  int64_t batch = 0, head = 0, row = 0, column = 0;  // strides of `bytes`; 0 = broadcast
+  int64_t block_q = 0, block_k = 0;              // blocks
+};
+
+// An additive bias, strides in elements, 0 = broadcast.
+struct Bias {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t batch = 0, head = 0, row = 0, column = 0;
+};
+
+// bias[b][n][t][j] = -slopes[b][n] * |t + S - T - j|
+struct Slopes {
+  const float* data = nullptr;
+  int64_t batch = 0, head = 0;
+};
+
+// Keys and values in pages: key j of sequence b is row j % page_size of page table[b][j / page_size].
+// The arrays' `batch` stride is then the stride between pages.
+struct Pages {
+  const int64_t* table = nullptr;
+  int64_t row = 0;        // stride of the table between sequences
+  int64_t page_size = 0;
+  int64_t count = 0;      // how many pages exist
+};
+
+struct Arguments {
+  DType dtype = DType::f32;
+  int64_t batch = 0, q_heads = 0, kv_heads = 0, q_len = 0, kv_len = 0, head_dim = 0, value_dim = 0;
+  Array q, k, v, out;
+  Array lse;  // float32; data == nullptr: not wanted. In the backward pass: read
+  float scale = 1.0f;
+  float softcap = 0.0f;  // 0: none
+  int32_t terms = 0;     // 0: every key is visible
+  Term term[kMaxTerms];
+  // Packed sequences: batch is their number, sequence b is rows cu[b] to cu[b + 1] of arrays whose
+  // batch stride is 0; q_len and kv_len are the totals. Segment ids are indexed by packed position.
+  const int64_t* cu_q = nullptr;
+  const int64_t* cu_kv = nullptr;
+  Bias bias;
+  Slopes slopes;
+  const float* sinks = nullptr;  // (q_heads, sink_count), contiguous
+  int64_t sink_count = 0;
+  Pages pages;
+  int32_t threads = 1;
+  // Backward pass only. delta[b][n][t] = sum(dout * out) - dlse, float32.
+  Array dout, dq, dk, dv, delta;
+  float* dbias = nullptr;  // float32, the sizes of `bias`, contiguous; its strides as in Bias
+  int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0, dbias_column = 0;
+};
+
+enum class Pass { forward, backward };
+
+// Returns nullptr when the call may run, else what is wrong with it.
+const char* check(const Arguments& a, Pass pass);
+
+// One instruction set. `name` is what POLYATTN_NATIVE_ISA takes.
+struct Kernels {
+  const char* name;
+  void (*forward)(const Arguments& a);
+  void (*backward)(const Arguments& a);
+  // Runs independent multiply-adds from registers only; returns the operations done (bf16: with the
+  // instruction set's dot products where it has them, else 0).
+  double (*spin)(bool bf16, int64_t iterations);
+};
+
+// Those that this build has and this processor runs, best first; ends with nullptr.
+const Kernels* const* available();
+// By name, or nullptr.
+const Kernels* find(const char* name);
+
+}  // namespace polyattn

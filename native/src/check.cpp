@@ -1,0 +1,387 @@
+// What a call must satisfy before a kernel may run it: no kernel checks anything by itself.
+//
+// Each function returns nullptr or the complaint. The texts are constants, so that an ordinary call
+// costs a few dozen comparisons and no allocation.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <initializer_list>
+#include <limits>
+#include <utility>
+
+#include "polyattn/arguments.h"
+
+namespace polyattn {
+namespace {
+
+// Sizes below this and band limits within kUnbounded keep t + offset + limit inside 64 bits.
+constexpr int64_t kMaxSize = int64_t{1} << 48;
+// OpenMP ends the process when it cannot start as many threads as it was asked for.
+constexpr int32_t kMaxThreads = 1024;
+// Holds for dimensions of size 1 too, so that a kernel may form addresses a few rows ahead.
+constexpr int64_t kMaxStride = int64_t{1} << 48;
+// Byte offsets stay far from the end of the address space's arithmetic.
+constexpr int64_t kMaxExtent = int64_t{1} << 61;
+
+int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+bool known(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
+bool aligned(const void* data, int64_t size) {
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) == 0;
+}
+
+struct Dimension {
+  int64_t size, stride;
+};
+
+// The elements between the first and the last one of a strided array, or -1 when a stride is not in
+// its range or they are too many.
+template <int count>
+int64_t extent(const Dimension (&dimensions)[count], int64_t row_elements) {
+  int64_t sum = row_elements;
+  for (const Dimension& dimension : dimensions) {
+    if (dimension.stride < -kMaxStride || dimension.stride > kMaxStride) return -1;
+    if (dimension.size <= 1) continue;
+    int64_t step = 0;
+    if (__builtin_mul_overflow(dimension.size - 1, std::abs(dimension.stride), &step)) return -1;
+    if (__builtin_add_overflow(sum, step, &sum)) return -1;
+  }
+  return sum;
+}
+
+bool addressable(int64_t elements, int64_t size) {
+  return elements >= 0 && elements <= kMaxExtent / size;
+}
+
+// Whether two rows of an array that is written can share elements: threads write rows in any order.
+bool overlapping(Dimension (&dimensions)[3], int64_t row_elements) {
+  for (Dimension& dimension : dimensions) {
+    dimension.stride = dimension.size <= 1 ? 0 : std::abs(dimension.stride);
+  }
+  const auto order = [](Dimension& inner, Dimension& outer) {
+    if (inner.stride > outer.stride) std::swap(inner, outer);
+  };
+  order(dimensions[0], dimensions[1]);
+  order(dimensions[1], dimensions[2]);
+  order(dimensions[0], dimensions[1]);
+  int64_t covered = row_elements;
+  for (const Dimension& dimension : dimensions) {
+    if (dimension.size <= 1) continue;
+    if (dimension.stride < covered) return true;
+    covered += (dimension.size - 1) * dimension.stride;
+  }
+  return false;
+}
+
+struct Texts {
+  const char *missing, *misaligned, *too_large, *overlapping;
+};
+
+#define POLYATTN_TEXTS(name)                                        \
+  Texts {                                                           \
+    name " has elements but no data pointer",                       \
+    name "'s pointer is not aligned to its element size",           \
+    name "'s strides are beyond 2**48 elements or reach beyond 2**61 bytes",                     \
+    name "'s rows overlap: each written row needs its own place"    \
+  }
+
+struct Shape {
+  int64_t batch, heads, rows, columns;
+};
+
+const char* check_array(const Array& array, const Shape& shape, int64_t size, bool written,
+                        const Texts& texts) {
+  Dimension dimensions[] = {
+      {shape.rows, array.row}, {shape.heads, array.head}, {shape.batch, array.batch}};
+  if (!addressable(extent(dimensions, shape.columns), size)) return texts.too_large;
+  if (shape.batch == 0 || shape.heads == 0 || shape.rows == 0) return nullptr;
+  if (array.data == nullptr) return texts.missing;
+  if (!aligned(array.data, size)) return texts.misaligned;
+  if (written && overlapping(dimensions, shape.columns)) return texts.overlapping;
+  return nullptr;
+}
+
+const char* check_sizes(const Arguments& a) {
+  for (const int64_t size : {a.batch, a.q_heads, a.kv_heads, a.q_len, a.kv_len}) {
+    if (size < 0) return "a size is negative";
+    if (size >= kMaxSize) return "a size is 2**48 or more";
+  }
+  if (a.head_dim < 1 || a.head_dim > kMaxHeadDim) return "head_dim must be 1 to 1024";
+  if (a.value_dim < 1 || a.value_dim > kMaxHeadDim) return "value_dim must be 1 to 1024";
+  if (a.q_heads > 0) {
+    if (a.kv_heads == 0) return "kv_heads is 0, but there are query heads";
+    if (a.q_heads % a.kv_heads != 0) return "q_heads must be a multiple of kv_heads";
+  }
+  int64_t rows = 0, keys = 0;  // the kernels number all rows of all heads
+  if (__builtin_mul_overflow(a.batch, a.q_heads, &rows) ||
+      __builtin_mul_overflow(rows, a.q_len, &rows) ||
+      __builtin_mul_overflow(a.batch, a.kv_heads, &keys) ||
+      __builtin_mul_overflow(keys, a.kv_len, &keys) || rows > kMaxExtent || keys > kMaxExtent) {
+    return "batch * heads * length is more than 2**61";
+  }
+  if (!known(a.dtype)) return "dtype must be 0 (float32), 1 (bfloat16) or 2 (float16)";
+  if (!std::isfinite(a.scale)) return "scale must be finite";
+  if (!std::isfinite(a.softcap) || a.softcap < 0) {
+    return "softcap must be finite and positive, or 0 for none";
+  }
+  if (a.threads < 1 || a.threads > kMaxThreads) return "threads must be 1 to 1024";
+  return nullptr;
+}
+
+const char* check_lengths(const Arguments& a, const int64_t* lengths) {
+  if (a.batch == 0) return nullptr;
+  if (lengths == nullptr) return "a length term has no lengths";
+  if (!aligned(lengths, 8)) return "a length term's pointer is not aligned to int64";
+  return nullptr;
+}
+
+const char* check_segments(const Arguments& a, const Term& term) {
+  const Dimension queries[] = {{a.batch, term.q_ids_batch}};
+  const Dimension keys[] = {{a.batch, term.kv_ids_batch}};
+  if (a.batch == 0) return nullptr;
+  if ((a.q_len > 0 && term.q_ids == nullptr) || (a.kv_len > 0 && term.kv_ids == nullptr)) {
+    return "a segments term has no ids";
+  }
+  if (!aligned(term.q_ids, 8) || !aligned(term.kv_ids, 8)) {
+    return "a segments term's pointer is not aligned to int64";
+  }
+  if (!addressable(extent(queries, a.q_len), 8) || !addressable(extent(keys, a.kv_len), 8)) {
+    return "a segments term's strides are beyond 2**48 elements or reach beyond 2**61 bytes";
+  }
+  return nullptr;
+}
+
+const char* check_bytes(const Arguments& a, const Term& term) {
+  int64_t rows = a.q_len, columns = a.kv_len;
+  if (term.kind == TermKind::blocks) {
+    if (term.block_q < 1 || term.block_k < 1) return "a block map's block sizes must be 1 or more";
+    rows = rows / term.block_q + (rows % term.block_q != 0);
+    columns = columns / term.block_k + (columns % term.block_k != 0);
+  }
+  const Dimension dimensions[] = {
+      {a.batch, term.batch}, {a.q_heads, term.head}, {rows, term.row}, {columns, term.column}};
+  if (!addressable(extent(dimensions, 1), 1)) {
+    return "a block map's or dense mask's strides are beyond 2**48 or reach beyond 2**61 bytes";
+  }
+  const bool empty = a.batch == 0 || a.q_heads == 0 || rows == 0 || columns == 0;
+  return term.bytes == nullptr && !empty ? "a block map or dense mask has no data pointer" : nullptr;
+}
+
+const char* check_term(const Arguments& a, const Term& term) {
+  switch (term.kind) {
+    case TermKind::everything:
+    case TermKind::both:
+    case TermKind::either:
+      return nullptr;
+    case TermKind::band:
+      if (term.low < -kUnbounded || term.low > kUnbounded || term.high < -kUnbounded ||
+          term.high > kUnbounded) {
+        return "a band's limits must lie within -2**62 and 2**62";
+      }
+      return nullptr;
+    case TermKind::kv_limit:
+    case TermKind::q_limit:
+      return check_lengths(a, term.lengths);
+    case TermKind::segments:
+      return check_segments(a, term);
+    case TermKind::blocks:
+    case TermKind::dense:
+      return check_bytes(a, term);
+  }
+  return "a mask term's kind is not 0 to 8";
+}
+
+bool joins(const Term& term) {
+  return term.kind == TermKind::both || term.kind == TermKind::either;
+}
+
+const char* check_program(const Arguments& a) {
+  if (a.terms < 0 || a.terms > kMaxTerms) return "a mask must have 0 to 32 terms";
+  int depth = 0;
+  for (int i = 0; i < a.terms; ++i) {
+    if (const char* complaint = check_term(a, a.term[i])) return complaint;
+    depth += joins(a.term[i]) ? -1 : 1;
+    if (depth < 1) return "a mask term joins two masks, but only one is there";
+    if (depth > kMaxDepth) return "a mask is nested more than 8 deep";
+  }
+  if (a.terms > 0 && depth != 1) return "a mask's terms leave more than one mask unjoined";
+  return nullptr;
+}
+
+const char* check_offsets(const int64_t* offsets, int64_t count, int64_t total) {
+  if (!aligned(offsets, 8)) return "the packed offsets' pointer is not aligned to int64";
+  if (offsets[0] != 0) return "the first packed offset must be 0";
+  for (int64_t i = 0; i < count; ++i) {
+    if (offsets[i + 1] < offsets[i]) return "the packed offsets must not decrease";
+  }
+  if (offsets[count] != total) return "the last packed offset must be the total length";
+  return nullptr;
+}
+
+bool packed(const Arguments& a) { return a.cu_q != nullptr || a.cu_kv != nullptr; }
+
+const char* check_packed(const Arguments& a, Pass pass) {
+  if (!packed(a)) return nullptr;
+  if (a.cu_q == nullptr || a.cu_kv == nullptr) return "packed sequences need both offset arrays";
+  if (a.pages.table != nullptr) return "packed sequences with paged keys are not supported";
+  if (const char* complaint = check_offsets(a.cu_q, a.batch, a.q_len)) return complaint;
+  if (const char* complaint = check_offsets(a.cu_kv, a.batch, a.kv_len)) return complaint;
+  const char* const stride = "packed arrays need a batch stride of 0";
+  for (const Array* array : {&a.q, &a.k, &a.v}) {
+    if (array->batch != 0) return stride;
+  }
+  if (a.lse.data != nullptr && a.lse.batch != 0) return stride;
+  if (pass == Pass::forward) return a.out.batch != 0 ? stride : nullptr;
+  for (const Array* array : {&a.dout, &a.dq, &a.dk, &a.dv, &a.delta}) {
+    if (array->batch != 0) return stride;
+  }
+  return nullptr;
+}
+
+// The keys that some query of sequence b may see: below every kv_limit that the rest of the mask is
+// joined to by "and". In postfix order, walked from the end, a join comes before its two masks.
+int64_t reachable_keys(const Arguments& a, int64_t b) {
+  int64_t limit = a.kv_len;
+  int skip = 0;  // masks under an "either", which bound nothing by themselves
+  for (int i = a.terms - 1; i >= 0; --i) {
+    const Term& term = a.term[i];
+    if (skip > 0) {
+      skip += joins(term) ? 1 : -1;
+    } else if (term.kind == TermKind::either) {
+      skip = 2;
+    } else if (term.kind == TermKind::kv_limit) {
+      limit = std::min(limit, term.lengths[b]);
+    }
+  }
+  return std::max<int64_t>(limit, 0);
+}
+
+const char* check_pages(const Arguments& a, Pass pass) {
+  const Pages& pages = a.pages;
+  if (pages.table == nullptr) {
+    return pages.page_size == 0 && pages.count == 0 ? nullptr : "paged keys have no page table";
+  }
+  if (pass == Pass::backward) return "paged keys have no backward pass";
+  if (pages.page_size < 1 || pages.page_size >= kMaxSize) return "page_size must be 1 to 2**48";
+  if (pages.count < 0 || pages.count >= kMaxSize) return "the page count must be 0 to 2**48";
+  if (!aligned(pages.table, 8)) return "the page table's pointer is not aligned to int64";
+  const int64_t columns = a.kv_len / pages.page_size + (a.kv_len % pages.page_size != 0);
+  const Dimension dimensions[] = {{a.batch, pages.row}};
+  if (!addressable(extent(dimensions, columns), 8)) {
+    return "the page table's stride is beyond 2**48 elements or reaches beyond 2**61 bytes";
+  }
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t keys = reachable_keys(a, b);
+    const int64_t used = keys / pages.page_size + (keys % pages.page_size != 0);
+    const int64_t* row = pages.table + b * pages.row;
+    for (int64_t i = 0; i < used; ++i) {
+      if (row[i] < 0 || row[i] >= pages.count) return "a page table entry is not 0 to count - 1";
+    }
+  }
+  return nullptr;
+}
+
+const char* check_extras(const Arguments& a) {
+  if (a.bias.data != nullptr) {
+    if (!known(a.bias.dtype)) return "the bias dtype must be 0 (float32), 1 (bf16) or 2 (f16)";
+    const int64_t size = element_size(a.bias.dtype);
+    if (!aligned(a.bias.data, size)) return "the bias's pointer is not aligned to its element size";
+    const Dimension dimensions[] = {{a.batch, a.bias.batch},
+                                    {a.q_heads, a.bias.head},
+                                    {a.q_len, a.bias.row},
+                                    {a.kv_len, a.bias.column}};
+    if (!addressable(extent(dimensions, 1), size)) {
+      return "the bias's strides are beyond 2**48 elements or reach beyond 2**61 bytes";
+    }
+  }
+  if (a.slopes.data != nullptr) {
+    if (!aligned(a.slopes.data, 4)) return "the slopes' pointer is not aligned to float32";
+    const Dimension dimensions[] = {{a.batch, a.slopes.batch}, {a.q_heads, a.slopes.head}};
+    if (!addressable(extent(dimensions, 1), 4)) {
+      return "the slopes' strides are beyond 2**48 elements or reach beyond 2**61 bytes";
+    }
+  }
+  if (a.sinks != nullptr) {
+    if (!aligned(a.sinks, 4)) return "the sinks' pointer is not aligned to float32";
+    int64_t count = 0;
+    if (a.sink_count < 1 || __builtin_mul_overflow(a.sink_count, a.q_heads, &count) ||
+        count > kMaxExtent / 4) {
+      return "the sinks' count must be 1 or more for each query head";
+    }
+  }
+  return nullptr;
+}
+
+// A dimension that dbias shares over is summed over: right only where the bias is shared too.
+const char* check_dbias(const Arguments& a) {
+  if (a.dbias == nullptr) return nullptr;
+  if (a.bias.data == nullptr) return "there is a dbias but no bias";
+  if (!aligned(a.dbias, 4)) return "dbias's pointer is not aligned to float32";
+  const Dimension dimensions[] = {{a.kv_len, a.dbias_column},
+                                  {a.q_len, a.dbias_row},
+                                  {a.q_heads, a.dbias_head},
+                                  {a.batch, a.dbias_batch}};
+  const int64_t bias[] = {a.bias.column, a.bias.row, a.bias.head, a.bias.batch};
+  int64_t covered = 1;
+  for (int i = 0; i < 4; ++i) {
+    const auto [size, stride] = dimensions[i];
+    if (size <= 1) continue;
+    if (stride == 0 && bias[i] != 0) return "dbias's strides may be 0 only where the bias's are";
+    if (stride == 0) continue;
+    if (stride != covered) return "dbias must be contiguous";
+    if (__builtin_mul_overflow(covered, size, &covered) || covered > kMaxExtent / 4) {
+      return "dbias's strides are beyond 2**48 elements or reach beyond 2**61 bytes";
+    }
+  }
+  return nullptr;
+}
+
+const char* check_arrays(const Arguments& a, Pass pass) {
+  const int64_t size = element_size(a.dtype), batch = packed(a) ? (a.batch > 0) : a.batch;
+  const bool paged = a.pages.table != nullptr;
+  const int64_t holders = paged ? a.pages.count : batch;
+  const int64_t keys = paged && a.kv_len > 0 ? a.pages.page_size : a.kv_len;
+  const Shape q{batch, a.q_heads, a.q_len, a.head_dim}, k{holders, a.kv_heads, keys, a.head_dim};
+  const Shape v{holders, a.kv_heads, keys, a.value_dim}, out{batch, a.q_heads, a.q_len, a.value_dim};
+  const Shape row{batch, a.q_heads, a.q_len, 1};
+  const char* complaint = nullptr;
+#define POLYATTN_CHECK(name, shape, size, written)                                       \
+  {                                                                                      \
+    static constexpr Texts texts = POLYATTN_TEXTS(#name);                                \
+    if ((complaint = check_array(a.name, shape, size, written, texts))) return complaint; \
+  }
+  POLYATTN_CHECK(q, q, size, false)
+  POLYATTN_CHECK(k, k, size, false)
+  POLYATTN_CHECK(v, v, size, false)
+  if (pass == Pass::forward) {
+    POLYATTN_CHECK(out, out, size, true)
+    if (a.lse.data != nullptr) POLYATTN_CHECK(lse, row, 4, true)
+    return nullptr;
+  }
+  POLYATTN_CHECK(lse, row, 4, false)
+  POLYATTN_CHECK(dout, out, size, false)
+  POLYATTN_CHECK(delta, row, 4, false)
+  POLYATTN_CHECK(dq, q, size, true)
+  POLYATTN_CHECK(dk, k, size, true)
+  POLYATTN_CHECK(dv, v, size, true)
+#undef POLYATTN_CHECK
+  return nullptr;
+}
+
+}  // namespace
+
+const char* check(const Arguments& a, Pass pass) {
+  if (const char* complaint = check_sizes(a)) return complaint;
+  if (const char* complaint = check_program(a)) return complaint;
+  if (const char* complaint = check_packed(a, pass)) return complaint;
+  if (const char* complaint = check_pages(a, pass)) return complaint;
+  if (const char* complaint = check_arrays(a, pass)) return complaint;
+  if (const char* complaint = check_extras(a)) return complaint;
+  return pass == Pass::backward ? check_dbias(a) : nullptr;
+}
+
+}  // namespace polyattn

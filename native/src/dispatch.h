@@ -1,0 +1,14 @@
+// The instruction sets of this build, whether or not this processor runs them.
+#pragma once
+
+#include "polyattn/arguments.h"
+
+namespace polyattn {
+
+// One translation unit under isa/ defines each; the build sets POLYATTN_HAVE_* for those it compiled.
+extern const Kernels kGeneric, kAvx2, kAvx512, kAvx512Bf16, kNeon;
+
+// Best first; ends with nullptr.
+const Kernels* const* compiled();
+
+}  // namespace polyattn

@@ -1,0 +1,19 @@
+// Any processor: the compiler's four-lane vectors.
+#define POLYATTN_NAMESPACE generic
+#define POLYATTN_REGISTER(x) "+g"(x)
+
+#include "kernel/simd_four.h"
+
+#include "kernel/passes.h"
+
+namespace polyattn {
+
+extern const Kernels kGeneric;
+const Kernels kGeneric = {
+    "generic",
+    generic::forward<generic::Simd, generic::FloatUnit>,
+    generic::backward<generic::Simd, generic::FloatUnit>,
+    generic::spin_both<generic::Simd, generic::FloatUnit>,
+};
+
+}  // namespace polyattn

@@ -1,0 +1,98 @@
+// The register block: kRowBlock rows by kColumnBlock vectors of sums stay in registers while the
+// summed dim runs; one broadcast of A meets a row of B.
+#pragma once
+
+#include "kernel/elements.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+template <class S, int R, int C>
+struct Sums {
+  typename S::Vec v[R][C];
+};
+
+// sums[r][c] += sum_k a[r * a_row + k * a_step] * b[k * b_row + c], in units.
+template <class S, class U, int R, int C>
+POLYATTN_INLINE void accumulate(Sums<S, R, C>& sums, const float* a, int64_t a_row, int64_t a_step,
+                                const float* b, int64_t b_row, int64_t count) {
+  using Vec = typename S::Vec;
+  for (int64_t k = 0; k < count; ++k) {
+    Vec row[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) row[c] = S::load(b + c * S::kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      Vec x = S::fill(a[r * a_row]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sums.v[r][c] = U::template dot<S>(sums.v[r][c], x, row[c]);
+    }
+    a += a_step;
+    b += b_row;
+  }
+}
+
+// Operands that lie in several pieces along the summed dim.
+struct Piece {
+  const float* a;
+  const float* b;
+  int64_t count;  // units
+};
+
+struct Strides {
+  int64_t a_row, a_step, b_row, c_row;
+};
+
+template <class S, class U, int R, int C, bool kAdd>
+POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t row, int64_t column, float* c) {
+  Sums<S, R, C> sums;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) sums.v[r][i] = kAdd ? S::load(c + r * s.c_row + i * S::kLanes) : S::zero();
+  }
+  for (int p = 0; p < count; ++p) {
+    accumulate<S, U, R, C>(sums, pieces[p].a + row * s.a_row, s.a_row, s.a_step, pieces[p].b + column, s.b_row,
+                           pieces[p].count);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) S::store(c + r * s.c_row + i * S::kLanes, sums.v[r][i]);
+  }
+}
+
+template <class S, class U, int C, bool kAdd>
+__attribute__((noinline)) void column_of_blocks(const Piece* pieces, int count, Strides s, int64_t rows,
+                                                int64_t column, float* c) {
+  int64_t r = 0;
+  for (; r + S::kRowBlock <= rows; r += S::kRowBlock)
+    block<S, U, S::kRowBlock, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+  if (r + 4 <= rows) {
+    block<S, U, 4, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+    r += 4;
+  }
+  if (r + 2 <= rows) {
+    block<S, U, 2, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+    r += 2;
+  }
+  if (r < rows) block<S, U, 1, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+}
+
+// c = [c +] sum over pieces of a @ b; columns a multiple of the lanes.
+template <class S, class U, bool kAdd>
+inline void multiply(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns, float* c) {
+  constexpr int64_t kPanel = int64_t{S::kColumnBlock} * S::kLanes;
+  int64_t column = 0;
+  for (; column + kPanel <= columns; column += kPanel)
+    column_of_blocks<S, U, S::kColumnBlock, kAdd>(pieces, count, s, rows, column, c);
+  if constexpr (S::kColumnBlock > 2) {
+    if (column + 2 * S::kLanes <= columns) {
+      column_of_blocks<S, U, 2, kAdd>(pieces, count, s, rows, column, c);
+      column += 2 * S::kLanes;
+    }
+  }
+  for (; column < columns; column += S::kLanes)
+    column_of_blocks<S, U, 1, kAdd>(pieces, count, s, rows, column, c);
+}
+
+}  // namespace polyattn::POLYATTN_NAMESPACE

@@ -1,0 +1,157 @@
+// AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernel/elements.h"
+#include "kernel/exponential.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+struct Simd {
+  using Vec = __m512;
+  static constexpr int kLanes = 16;
+  static constexpr int kRowBlock = 6, kColumnBlock = 4;  // 24 sums, 4 operands, 1 broadcast
+
+  static POLYATTN_INLINE Vec zero() { return _mm512_setzero_ps(); }
+  static POLYATTN_INLINE Vec fill(float x) { return _mm512_set1_ps(x); }
+  static POLYATTN_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static POLYATTN_INLINE Vec load(const BF16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+  static POLYATTN_INLINE Vec load(const F16* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+  }
+  static POLYATTN_INLINE Vec load_some(const float* p, int n) {
+    return _mm512_maskz_loadu_ps(first(n), p);
+  }
+  static POLYATTN_INLINE Vec load_some(const BF16* p, int n) {
+    return widen(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static POLYATTN_INLINE Vec load_some(const F16* p, int n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static POLYATTN_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+  static POLYATTN_INLINE void store(BF16* p, Vec x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+  static POLYATTN_INLINE void store(F16* p, Vec x) { _mm256_storeu_si256((__m256i*)p, half(x)); }
+  static POLYATTN_INLINE void store_some(float* p, Vec x, int n) {
+    _mm512_mask_storeu_ps(p, first(n), x);
+  }
+  static POLYATTN_INLINE void store_some(BF16* p, Vec x, int n) {
+    _mm256_mask_storeu_epi16(p, first(n), narrow(x));
+  }
+  static POLYATTN_INLINE void store_some(F16* p, Vec x, int n) {
+    _mm256_mask_storeu_epi16(p, first(n), half(x));
+  }
+
+  static POLYATTN_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static POLYATTN_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  static POLYATTN_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static POLYATTN_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  static POLYATTN_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  // the second operand where one is NaN
+  static POLYATTN_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static POLYATTN_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a); }
+  static POLYATTN_INLINE Vec less_select(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+  }
+  static POLYATTN_INLINE Vec select(uint64_t bits, Vec yes, Vec no) {
+    return _mm512_mask_blend_ps(__mmask16(bits), no, yes);
+  }
+  static POLYATTN_INLINE bool any_nan(Vec a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
+  static POLYATTN_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a); }
+  static POLYATTN_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a); }
+  static POLYATTN_INLINE Vec ramp() {
+    return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+
+  // 2^x: 0 far below and for -inf, NaN for NaN; polynomials in exponential.h.
+  template <int kDegree>
+  static POLYATTN_INLINE Vec exp2(Vec x) {
+    // the fraction in [0, 1), 0 for infinities; scaling rounds its exponent down as well
+    Vec fraction = _mm512_reduce_ps(x, 0x9);
+    return _mm512_scalef_ps(power_of_fraction<Simd, kDegree>(fraction), x);
+  }
+
+  // Bit i tells whether p[i] is not 0, for n <= 64 bytes.
+  static POLYATTN_INLINE uint64_t nonzero(const uint8_t* p, int n) {
+    __mmask64 valid = n >= 64 ? ~0ull : (1ull << n) - 1;
+    __m512i x = _mm512_maskz_loadu_epi8(valid, p);
+    return _mm512_test_epi8_mask(x, x);
+  }
+  static POLYATTN_INLINE uint64_t equal(const int64_t* p, int64_t id, int n) {
+    __m512i wanted = _mm512_set1_epi64(id);
+    uint64_t bits = 0;
+    for (int i = 0; i < n; i += 8) {
+      __mmask8 valid = n - i >= 8 ? 0xff : __mmask8((1u << (n - i)) - 1);
+      __m512i x = _mm512_maskz_loadu_epi64(valid, p + i);
+      bits |= uint64_t(_mm512_mask_cmpeq_epi64_mask(valid, x, wanted)) << i;
+    }
+    return bits;
+  }
+
+  // Rows of 32-bit units to columns.
+  static POLYATTN_INLINE void transpose(Vec (&r)[16]) {
+    __m512 t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+#pragma GCC unroll 16
+      for (int j = 0; j < 2; ++j) {
+        __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+        r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+        r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 8) {
+#pragma GCC unroll 16
+      for (int j = 0; j < 4; ++j) {
+        t[i + j] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0x88);
+        t[i + j + 4] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0xdd);
+      }
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < 8; ++j) {
+      r[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
+      r[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
+    }
+  }
+
+  // Lane i of the result is the sum of the lanes of x[i]: a transposition that adds on its way.
+  static POLYATTN_INLINE Vec lane_sums(Vec (&x)[16]) {
+    Vec y[8], z[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      y[i] = add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
+      z[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const Vec low = add(_mm512_shuffle_f32x4(z[0], z[1], 0x88), _mm512_shuffle_f32x4(z[0], z[1], 0xdd));
+    const Vec high = add(_mm512_shuffle_f32x4(z[2], z[3], 0x88), _mm512_shuffle_f32x4(z[2], z[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  }
+
+ private:
+  static POLYATTN_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
+  static POLYATTN_INLINE Vec widen(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  static POLYATTN_INLINE __m256i half(Vec x) {
+    return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static POLYATTN_INLINE __m256i narrow(Vec x) {  // to nearest even; NaN stays NaN
+    __m512i u = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+    rounded = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), rounded, quiet);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  }
+};
+
+}  // namespace polyattn::POLYATTN_NAMESPACE

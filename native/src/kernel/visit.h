@@ -1,0 +1,61 @@
+// Which tiles of a chunk of keys a strip of rows must visit.
+#pragma once
+
+#include "kernel/mask.h"
+#include "kernel/units.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+constexpr int kChunk = 4;  // tiles
+constexpr int64_t kChunkKeys = kChunk * kTile;
+
+struct Tile {
+  int64_t j0;
+  int keys, columns;  // columns: rounded up to the lanes
+  int slot;           // in the packed chunk
+};
+
+struct Visit {
+  int tiles = 0, columns = 0;
+  Tile tile[kChunk];
+  bool mixed[kChunk];
+};
+
+// Keys begin to end - 1. `bits`: kRows words for each visited tile; set where it is mixed.
+template <class S>
+inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t begin, int64_t end, uint64_t* bits,
+                 Visit* visit) {
+  for (int64_t j = begin; j < end; j += kTile) {
+    Tile tile;
+    tile.j0 = j;
+    tile.keys = int(smaller<int64_t>(kTile, end - j));
+    tile.columns = int(round_up(tile.keys, S::kLanes));
+    tile.slot = int((j - begin) / kTile);
+    uint64_t* own = bits + int64_t{visit->tiles} * kRows;
+    Cover seen = cover(a, q, s, j, j + tile.keys);
+    if (seen == Cover::mixed) seen = words<S>(a, q, s, j, tile.keys, own);
+    if (seen == Cover::empty) continue;
+    if (seen == Cover::full && tile.keys < tile.columns) {  // the padding of the last tile
+      for (int r = 0; r < s.count; ++r) own[r] = low_bits(tile.keys);
+      seen = Cover::mixed;
+    }
+    visit->tile[visit->tiles] = tile;
+    visit->mixed[visit->tiles++] = seen == Cover::mixed;
+    visit->columns += tile.columns;
+  }
+}
+
+// Copies packed rows, with 0 in those whose bit is not set.
+template <class U>
+inline void clean(const float* packed, int64_t units, int64_t columns, uint64_t bits, float* to) {
+  for (int64_t u = 0; u < units; ++u) {
+    uint32_t keep = 0;
+    for (int i = 0; i < U::kValues; ++i) {
+      const uint32_t part = U::kValues == 1 ? 0xffffffffu : 0xffffu << 16 * i;
+      if (bits >> (u * U::kValues + i) & 1) keep |= part;
+    }
+    for (int64_t c = 0; c < columns; ++c) to[u * columns + c] = float_of(bits_of(packed[u * columns + c]) & keep);
+  }
+}
+
+}  // namespace polyattn::POLYATTN_NAMESPACE

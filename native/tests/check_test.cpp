@@ -1,0 +1,263 @@
+// check(): one ordinary call of each kind is accepted; each way to spoil it is refused, by its name.
+//
+// Build from: check_test.cpp and all of ../src except binding.cpp.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+#include "polyattn/arguments.h"
+
+namespace {
+
+using polyattn::Arguments;
+using polyattn::Array;
+using polyattn::DType;
+using polyattn::Pass;
+using polyattn::Term;
+using polyattn::TermKind;
+
+constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
+constexpr int64_t kSmallest = std::numeric_limits<int64_t>::min();
+
+int failures = 0;
+
+alignas(64) float numbers[64];
+int64_t offsets_q[] = {0, 2, 5}, offsets_k[] = {0, 0, 7};
+int64_t lengths[] = {5, 17}, ids[32], table[] = {0, 2, -1, 3, 1, 9};
+uint8_t bytes[64];
+// check() reads no element of the arrays themselves.
+void* const anywhere = numbers;
+
+// B=2, N=4, K=2, T=5, S=7, H=8, Hv=16.
+Arguments plain() {
+  Arguments a;
+  a.batch = 2;
+  a.q_heads = 4;
+  a.kv_heads = 2;
+  a.q_len = 5;
+  a.kv_len = 7;
+  a.head_dim = 8;
+  a.value_dim = 16;
+  a.q = a.dq = {anywhere, 4 * 5 * 8, 5 * 8, 8};
+  a.k = a.dk = {anywhere, 2 * 7 * 8, 8, 2 * 8};
+  a.v = a.dv = {anywhere, 2 * 7 * 16, 16, 2 * 16};
+  a.out = a.dout = {anywhere, 4 * 5 * 16, 16, 4 * 16};
+  a.lse = a.delta = {anywhere, 4 * 5, 5, 1};
+  return a;
+}
+
+Arguments packed() {
+  Arguments a = plain();
+  a.cu_q = offsets_q;
+  a.cu_kv = offsets_k;
+  for (Array* array : {&a.q, &a.k, &a.v, &a.out, &a.lse, &a.dq, &a.dk, &a.dv, &a.dout, &a.delta}) {
+    array->batch = 0;
+  }
+  return a;
+}
+
+// Keys in pages of 8: up to 20 of them, 5 and 17 in use.
+Arguments paged() {
+  Arguments a = plain();
+  a.kv_len = 20;
+  a.pages = {table, 3, 8, 10};
+  a.term[0].kind = TermKind::kv_limit;
+  a.term[0].lengths = lengths;
+  a.terms = 1;
+  return a;
+}
+
+Arguments with_terms(std::initializer_list<TermKind> kinds) {
+  Arguments a = plain();
+  for (const TermKind kind : kinds) {
+    Term& term = a.term[a.terms++];
+    term.kind = kind;
+    term.lengths = lengths;
+    term.q_ids = term.kv_ids = ids;
+    term.bytes = bytes;
+    term.block_q = term.block_k = 3;
+  }
+  return a;
+}
+
+Arguments with_bias() {
+  Arguments a = plain();
+  a.bias = {anywhere, DType::bf16, 0, 35, 7, 1};
+  a.dbias = numbers;
+  a.dbias_head = 35;
+  a.dbias_row = 7;
+  a.dbias_column = 1;
+  return a;
+}
+
+void accept(const char* what, const Arguments& a, Pass pass) {
+  const char* complaint = polyattn::check(a, pass);
+  if (complaint == nullptr) return;
+  ++failures;
+  std::printf("FAILED: %s is refused: %s\n", what, complaint);
+}
+
+void accept(const char* what, const Arguments& a) {
+  accept(what, a, Pass::forward);
+  if (a.pages.table == nullptr) accept(what, a, Pass::backward);
+}
+
+// `part` is in the complaint about the spoilt call.
+void refuse(const char* part, Arguments a, const std::function<void(Arguments&)>& spoil,
+            Pass pass = Pass::forward) {
+  spoil(a);
+  const char* complaint = polyattn::check(a, pass);
+  if (complaint != nullptr && std::strstr(complaint, part) != nullptr) return;
+  ++failures;
+  std::printf("FAILED: expected a complaint about '%s', got %s\n", part,
+              complaint != nullptr ? complaint : "none");
+}
+
+void* shifted(int64_t count) { return reinterpret_cast<uint8_t*>(anywhere) + count; }
+
+void accepted() {
+  accept("a plain call", plain());
+  accept("packed sequences", packed());
+  accept("a page table", paged());
+  accept("a bias", with_bias());
+  accept("a mask", with_terms({TermKind::band, TermKind::segments, TermKind::dense, TermKind::both,
+                               TermKind::either, TermKind::blocks, TermKind::both}));
+  Arguments a = plain();
+  a.lse.data = nullptr;
+  accept("no lse", a, Pass::forward);
+  a = plain();
+  a.kv_len = 0;
+  a.k.data = a.v.data = a.dk.data = a.dv.data = nullptr;
+  accept("no keys, no data", a);
+  a = plain();
+  a.batch = 0;
+  for (Array* array : {&a.q, &a.k, &a.v, &a.out, &a.lse}) array->data = nullptr;
+  accept("no batch", a, Pass::forward);
+  a = plain();
+  a.q.row = -8;
+  a.k.batch = 0;
+  accept("inputs with negative or shared strides", a);
+  a = with_terms({TermKind::kv_limit});
+  int64_t odd[] = {kLargest, kSmallest};
+  a.term[0].lengths = odd;
+  accept("lengths beyond the keys and below 0", a);
+  a = paged();
+  a.terms = 0;
+  a.term[1] = a.term[0];
+  a.term[0] = Term{};
+  a.term[2].kind = TermKind::both;
+  a.terms = 3;
+  accept("a page table with lengths inside an 'and'", a);
+}
+
+void sizes() {
+  refuse("negative", plain(), [](Arguments& a) { a.kv_len = -1; });
+  refuse("2**48", plain(), [](Arguments& a) { a.q_len = kLargest; });
+  refuse("2**61", plain(), [](Arguments& a) { a.q_len = a.batch = int64_t{1} << 40; });
+  refuse("head_dim", plain(), [](Arguments& a) { a.head_dim = 0; });
+  refuse("head_dim", plain(), [](Arguments& a) { a.head_dim = 1025; });
+  refuse("value_dim", plain(), [](Arguments& a) { a.value_dim = -8; });
+  refuse("multiple of kv_heads", plain(), [](Arguments& a) { a.kv_heads = 3; });
+  refuse("kv_heads is 0", plain(), [](Arguments& a) { a.kv_heads = 0; });
+  refuse("dtype", plain(), [](Arguments& a) { a.dtype = static_cast<DType>(3); });
+  refuse("scale", plain(), [](Arguments& a) { a.scale = NAN; });
+  refuse("softcap", plain(), [](Arguments& a) { a.softcap = INFINITY; });
+  refuse("softcap", plain(), [](Arguments& a) { a.softcap = -1; });
+  refuse("threads", plain(), [](Arguments& a) { a.threads = 0; });
+  refuse("threads", plain(), [](Arguments& a) { a.threads = std::numeric_limits<int32_t>::max(); });
+}
+
+void arrays() {
+  refuse("q has elements", plain(), [](Arguments& a) { a.q.data = nullptr; });
+  refuse("k's pointer", plain(), [](Arguments& a) { a.k.data = shifted(2); });
+  refuse("lse's pointer", plain(), [](Arguments& a) {
+    a.dtype = DType::bf16;
+    a.lse.data = shifted(2);
+  });
+  refuse("v's strides", plain(), [](Arguments& a) { a.v.row = kLargest; });
+  refuse("v's strides", plain(), [](Arguments& a) { a.v.head = kSmallest; });
+  refuse("out's rows overlap", plain(), [](Arguments& a) { a.out.row = 15; });
+  refuse("out's rows overlap", plain(), [](Arguments& a) { a.out.batch = 0; });
+  refuse("lse's rows overlap", plain(), [](Arguments& a) { a.lse.row = 0; });
+  refuse("lse has elements", plain(), [](Arguments& a) { a.lse.data = nullptr; }, Pass::backward);
+  refuse("delta has elements", plain(), [](Arguments& a) { a.delta.data = nullptr; }, Pass::backward);
+  refuse("dk's rows overlap", plain(), [](Arguments& a) { a.dk.head = 0; }, Pass::backward);
+}
+
+void masks() {
+  refuse("0 to 32 terms", plain(), [](Arguments& a) { a.terms = 33; });
+  refuse("0 to 32 terms", plain(), [](Arguments& a) { a.terms = -1; });
+  refuse("kind", with_terms({static_cast<TermKind>(9)}), [](Arguments&) {});
+  refuse("only one", with_terms({TermKind::both}), [](Arguments&) {});
+  refuse("only one", with_terms({TermKind::band, TermKind::either}), [](Arguments&) {});
+  refuse("unjoined", with_terms({TermKind::band, TermKind::band}), [](Arguments&) {});
+  refuse("8 deep", plain(), [](Arguments& a) { a.terms = 9; });
+  const Arguments band = with_terms({TermKind::band});
+  refuse("band", band, [](Arguments& a) { a.term[0].low = kSmallest; });
+  refuse("band", band, [](Arguments& a) { a.term[0].high = kLargest; });
+  const Arguments limit = with_terms({TermKind::q_limit});
+  refuse("no lengths", limit, [](Arguments& a) { a.term[0].lengths = nullptr; });
+  refuse("int64", limit, [](Arguments& a) {
+    a.term[0].lengths = reinterpret_cast<const int64_t*>(shifted(4));
+  });
+  const Arguments segments = with_terms({TermKind::segments});
+  refuse("no ids", segments, [](Arguments& a) { a.term[0].kv_ids = nullptr; });
+  refuse("2**61", segments, [](Arguments& a) { a.term[0].q_ids_batch = kLargest; });
+  const Arguments blocks = with_terms({TermKind::blocks});
+  refuse("block sizes", blocks, [](Arguments& a) { a.term[0].block_k = 0; });
+  refuse("no data", blocks, [](Arguments& a) { a.term[0].bytes = nullptr; });
+  refuse("2**61", with_terms({TermKind::dense}), [](Arguments& a) { a.term[0].column = kSmallest; });
+}
+
+void packs_and_pages() {
+  refuse("both", packed(), [](Arguments& a) { a.cu_kv = nullptr; });
+  refuse("batch stride", packed(), [](Arguments& a) { a.v.batch = 1; });
+  refuse("batch stride", packed(), [](Arguments& a) { a.dk.batch = 1; }, Pass::backward);
+  refuse("last packed", packed(), [](Arguments& a) { a.q_len = 6; });
+  static const int64_t falling[] = {0, 8, 7}, late[] = {1, 2, 7};
+  refuse("decrease", packed(), [](Arguments& a) { a.cu_kv = falling; });
+  refuse("first packed", packed(), [](Arguments& a) { a.cu_kv = late; });
+  refuse("paged keys", packed(), [](Arguments& a) { a.pages = {table, 3, 8, 10}; });
+  refuse("entry", paged(), [](Arguments& a) { a.terms = 0; });
+  refuse("entry", paged(), [](Arguments& a) { a.pages.count = 3; });
+  refuse("entry", paged(), [](Arguments& a) {  // "or" lifts the lengths
+    a.term[1] = Term{};
+    a.term[2].kind = TermKind::either;
+    a.terms = 3;
+  });
+  refuse("page_size", paged(), [](Arguments& a) { a.pages.page_size = 0; });
+  refuse("no page table", paged(), [](Arguments& a) { a.pages.table = nullptr; });
+  refuse("stride", paged(), [](Arguments& a) { a.pages.row = kLargest; });
+  refuse("backward", paged(), [](Arguments&) {}, Pass::backward);
+}
+
+void additions() {
+  refuse("bias dtype", with_bias(), [](Arguments& a) { a.bias.dtype = static_cast<DType>(7); });
+  refuse("bias's pointer", with_bias(), [](Arguments& a) { a.bias.data = shifted(1); });
+  refuse("bias's strides", with_bias(), [](Arguments& a) { a.bias.head = kSmallest; });
+  refuse("slopes", plain(), [](Arguments& a) { a.slopes = {numbers, kLargest, 1}; });
+  refuse("sinks", plain(), [](Arguments& a) { a.sinks = numbers; });
+  refuse("sinks", plain(), [](Arguments& a) {
+    a.sinks = numbers;
+    a.sink_count = kLargest;
+  });
+  refuse("no bias", with_bias(), [](Arguments& a) { a.bias.data = nullptr; }, Pass::backward);
+  refuse("only where", with_bias(), [](Arguments& a) { a.dbias_head = 0; }, Pass::backward);
+  refuse("contiguous", with_bias(), [](Arguments& a) { a.dbias_row = 8; }, Pass::backward);
+}
+
+}  // namespace
+
+int main() {
+  accepted();
+  sizes();
+  arrays();
+  masks();
+  packs_and_pages();
+  additions();
+  std::printf("check: %d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,400 @@
+#include "problem.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <limits>
+
+namespace polyattn::testing {
+namespace {
+
+class Maker {
+ public:
+  Maker(uint64_t seed, bool backward)
+      : random_(seed), backward_(backward), made_(new Problem), a_(made_->a) {}
+
+  std::unique_ptr<Problem> make() {
+    sizes();
+    if (packed_) offsets();
+    arrays();
+    mask();
+    bias();
+    extras();
+    if (backward_) gradients();
+    made_->text = describe(a_) + (huge_ ? " huge" : "");
+    return std::move(made_);
+  }
+
+ private:
+  void* allocate(int64_t elements, int64_t width) {
+    // Half of the arrays start where malloc puts them, the others at any multiple of an element.
+    const int64_t front = random_.chance(0.5) ? 0 : random_.between(0, 40) * width;
+    made_->buffers.push_back(std::make_unique<Buffer>(static_cast<size_t>(elements * width),
+                                                      static_cast<size_t>(front)));
+    return made_->buffers.back()->data();
+  }
+
+  int64_t* integers(int64_t count) { return static_cast<int64_t*>(allocate(count, 8)); }
+
+  void sizes() {
+    static constexpr int64_t heads[] = {1, 3, 7, 8, 16, 32, 40, 64, 64, 64, 72, 100, 128, 256};
+    static constexpr int64_t lengths[] = {1, 2, 5, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 150};
+    static constexpr int64_t groups[] = {1, 1, 2, 3, 4, 8};
+    static constexpr DType dtypes[] = {DType::f32, DType::bf16, DType::f16};
+    a_.dtype = random_.pick(dtypes);
+    a_.batch = random_.chance(0.02) ? 0 : random_.between(1, 3);
+    a_.kv_heads = random_.between(1, 2);
+    a_.q_heads = a_.kv_heads * random_.pick(groups);
+    a_.head_dim = random_.chance(0.9) ? random_.pick(heads) : random_.between(1, 256);
+    a_.value_dim = random_.chance(0.7) ? a_.head_dim : random_.pick(heads);
+    a_.q_len = random_.pick(lengths);
+    a_.kv_len = random_.chance(0.4) ? a_.q_len : random_.pick(lengths);
+    if (random_.chance(0.2)) {  // decoding
+      a_.q_len = random_.between(1, 4);
+      a_.kv_len = random_.between(1, random_.chance(0.2) ? 3000 : 600);
+    }
+    if (random_.chance(0.03)) a_.kv_len = 0;
+    if (random_.chance(0.03)) a_.q_len = 0;
+    // The oracle is a plain triple loop: keep it to some ten million products.
+    while (a_.batch * a_.q_heads * a_.q_len * a_.kv_len * (a_.head_dim + a_.value_dim) > 20000000 &&
+           a_.q_heads > a_.kv_heads) {
+      a_.q_heads -= a_.kv_heads;
+    }
+    packed_ = random_.chance(0.2);
+    a_.threads = static_cast<int32_t>(random_.between(1, 3));
+    a_.scale = static_cast<float>(random_.chance(0.7)
+                                      ? 1 / std::sqrt(static_cast<double>(a_.head_dim))
+                                      : random_.uniform(-2, 2));
+    if (random_.chance(0.25)) a_.softcap = static_cast<float>(random_.uniform(0.5, 50));
+    // Products up to 1e30 where the type holds them.
+    huge_ = !backward_ && a_.dtype != DType::f16 && random_.chance(0.04);
+  }
+
+  const int64_t* cuts(int64_t total) {
+    int64_t* offsets = integers(a_.batch + 1);
+    for (int64_t b = 0; b <= a_.batch; ++b) offsets[b] = random_.between(0, total);
+    std::sort(offsets, offsets + a_.batch + 1);
+    offsets[0] = 0;
+    offsets[a_.batch] = total;
+    return offsets;
+  }
+
+  void offsets() {
+    if (a_.batch == 0) a_.q_len = a_.kv_len = 0;
+    a_.cu_q = cuts(a_.q_len);
+    a_.cu_kv = cuts(a_.kv_len);
+  }
+
+  // Sizes in the order of (batch, head, row); the arrays of the model are (B, N, T, H), (B, T, N, H)
+  // and slices of wider ones.
+  Tensor tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t width, bool shared) {
+    Tensor made{{}, dtype, {batch, heads, rows, width}};
+    const int64_t gap = random_.chance(0.3) ? random_.between(1, 9) : 0;
+    int64_t* const orders[][3] = {{&made.array.row, &made.array.head, &made.array.batch},
+                                  {&made.array.head, &made.array.row, &made.array.batch},
+                                  {&made.array.batch, &made.array.head, &made.array.row}};
+    const int64_t which = random_.chance(0.9) ? random_.between(0, 1) : 2;
+    int64_t extent = width + gap;
+    for (int64_t* stride : orders[which]) {
+      *stride = extent;
+      const int64_t size = stride == &made.array.row ? rows
+                           : stride == &made.array.head ? heads
+                                                        : batch;
+      extent *= std::max<int64_t>(size, 1);
+    }
+    if (packed_ || (shared && random_.chance(0.1))) made.array.batch = 0;
+    int64_t last = 0;
+    made.each([&](int64_t index, int64_t) { last = std::max(last, index + 1); });
+    made.array.data = allocate(last, size_of(dtype));
+    made.buffer = made_->buffers.back().get();
+    return made;
+  }
+
+  // NaN in the gaps between rows: whoever reads there shows it.
+  void fill(Tensor& made, double size) {
+    const int64_t gap_free = made.count();
+    if (gap_free == 0) return;
+    int64_t last = 0;
+    made.each([&](int64_t index, int64_t) { last = std::max(last, index + 1); });
+    for (int64_t i = 0; i < last; ++i) put(made.dtype, made.array.data, i, NAN);
+    made.each([&](int64_t index, int64_t) {
+      put(made.dtype, made.array.data, index, random_.uniform(-size, size));
+    });
+  }
+
+  void arrays() {
+    const int64_t batch = packed_ ? (a_.batch > 0) : a_.batch;
+    const double size = huge_ ? 1e15 : random_.chance(0.1) ? 8 : 1.5;
+    int64_t holders = batch, keys = a_.kv_len;
+    if (!packed_ && !backward_ && random_.chance(0.2)) {
+      page_table();
+      holders = a_.pages.count;
+      keys = a_.pages.page_size;
+    }
+    made_->q = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.head_dim, true);
+    made_->k = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.head_dim, a_.pages.table == nullptr);
+    made_->v = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.value_dim, a_.pages.table == nullptr);
+    made_->out = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.value_dim, false);
+    fill(made_->q, size);
+    fill(made_->k, size);
+    fill(made_->v, 2);
+    a_.q = made_->q.array;
+    a_.k = made_->k.array;
+    a_.v = made_->v.array;
+    a_.out = made_->out.array;
+    if (backward_ || random_.chance(0.8)) {
+      made_->lse = tensor(DType::f32, batch, a_.q_heads, a_.q_len, 1, false);
+      a_.lse = made_->lse.array;
+    }
+  }
+
+  // Pages in random order, some of them shared between sequences, some unused.
+  void page_table() {
+    static constexpr int64_t sizes[] = {1, 3, 16, 16, 32, 64, 100, 128};
+    Pages& pages = a_.pages;
+    pages.page_size = random_.pick(sizes);
+    const int64_t columns = (a_.kv_len + pages.page_size - 1) / pages.page_size;
+    pages.count = std::max<int64_t>(1, a_.batch * columns + random_.between(0, 3));
+    pages.row = columns + random_.between(0, 2);
+    int64_t* table = integers(std::max<int64_t>(1, (a_.batch - 1) * pages.row + columns));
+    for (int64_t b = 0; b < a_.batch; ++b) {
+      for (int64_t i = 0; i < columns; ++i) {
+        table[b * pages.row + i] = random_.between(0, pages.count - 1);
+      }
+    }
+    pages.table = table;
+    if (!random_.chance(0.6)) return;
+    // Lengths, and entries that no key below them needs left wild.
+    paged_lengths_ = lengths(a_.kv_len);
+    for (int64_t b = 0; b < a_.batch; ++b) {
+      const int64_t length = std::max<int64_t>(0, paged_lengths_[b]);
+      for (int64_t i = (length + pages.page_size - 1) / pages.page_size; i < columns; ++i) {
+        table[b * pages.row + i] = random_.chance(0.5) ? -1 : std::numeric_limits<int64_t>::max();
+      }
+    }
+  }
+
+  const int64_t* lengths(int64_t total) {
+    int64_t* values = integers(a_.batch);
+    for (int64_t b = 0; b < a_.batch; ++b) {
+      values[b] = random_.chance(0.1)   ? -3
+                  : random_.chance(0.1) ? total + 7
+                                        : random_.between(0, total);
+    }
+    return values;
+  }
+
+  const int64_t* identifiers(int64_t rows, int64_t& stride) {
+    const bool shared = packed_ || random_.chance(0.2);
+    stride = shared ? 0 : rows;
+    const int64_t count = shared ? rows : rows * a_.batch;
+    int64_t* values = integers(count);
+    const bool sorted = random_.chance(0.6);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t t = rows > 0 ? i % rows : 0;
+      values[i] = sorted ? t * 3 / std::max<int64_t>(rows, 1) - 1 : random_.between(-1, 2);
+    }
+    return values;
+  }
+
+  // Contiguous over the dimensions that are not shared, or transposed in the last two.
+  void bytes(Term& term, int64_t rows, int64_t columns, double share) {
+    const bool whole = random_.chance(0.3);  // one value for whole rows or columns
+    const int64_t sizes[] = {whole && random_.chance(0.5) ? 1 : columns,
+                             whole && random_.chance(0.5) ? 1 : rows,
+                             random_.chance(0.5) ? 1 : a_.q_heads,
+                             random_.chance(0.5) ? 1 : a_.batch};
+    int64_t* const strides[] = {&term.column, &term.row, &term.head, &term.batch};
+    int64_t count = 1;
+    for (int i = 0; i < 4; ++i) {
+      *strides[i] = sizes[i] == 1 ? 0 : count;
+      count *= sizes[i];
+    }
+    if (random_.chance(0.2) && sizes[0] > 1 && sizes[1] > 1) {
+      term.row = 1;
+      term.column = sizes[1];
+    }
+    uint8_t* values = static_cast<uint8_t*>(allocate(count, 1));
+    for (int64_t i = 0; i < count; ++i) values[i] = random_.chance(share);
+    term.bytes = values;
+  }
+
+  Term leaf() {
+    static constexpr int64_t blocks[] = {1, 7, 16, 32, 64, 64, 80, 128};
+    const int64_t reach = a_.q_len + a_.kv_len + 2;
+    Term term;
+    term.kind = static_cast<TermKind>(random_.between(0, 6));
+    switch (term.kind) {
+      case TermKind::band:
+        term.bottom_right = random_.chance(0.5);
+        if (random_.chance(0.6)) term.high = random_.chance(0.6) ? 0 : random_.between(-reach, reach);
+        if (random_.chance(0.5)) term.low = -random_.between(0, reach / 2);
+        break;
+      case TermKind::kv_limit:
+        term.lengths = lengths(a_.kv_len);
+        break;
+      case TermKind::q_limit:
+        term.lengths = lengths(a_.q_len);
+        break;
+      case TermKind::segments:
+        term.q_ids = identifiers(a_.q_len, term.q_ids_batch);
+        term.kv_ids = identifiers(a_.kv_len, term.kv_ids_batch);
+        break;
+      case TermKind::blocks:
+        term.block_q = random_.pick(blocks);
+        term.block_k = random_.pick(blocks);
+        bytes(term, (a_.q_len + term.block_q - 1) / term.block_q,
+              (a_.kv_len + term.block_k - 1) / term.block_k, random_.uniform(0.1, 0.9));
+        break;
+      case TermKind::dense:
+        bytes(term, a_.q_len, a_.kv_len, random_.chance(0.3) ? 0.05 : random_.uniform(0, 1));
+        break;
+      default:
+        break;
+    }
+    return term;
+  }
+
+  // Terms in random postfix order: joins as soon as two masks are there, or all at the end.
+  void mask() {
+    if (paged_lengths_ != nullptr) {
+      Term limit;
+      limit.kind = TermKind::kv_limit;
+      limit.lengths = paged_lengths_;
+      a_.term[a_.terms++] = limit;
+    } else if (random_.chance(0.25)) {
+      return;
+    }
+    int depth = a_.terms;
+    int64_t leaves = random_.chance(0.1) ? kMaxDepth : random_.between(depth == 0, 3);
+    const double eager = random_.chance(0.2) ? 0 : 0.6;
+    while (leaves > 0 || depth > 1) {
+      // The lengths of a page table must stay in force for all keys.
+      const bool joined_last = paged_lengths_ != nullptr && depth == 2;
+      if (depth > 1 && (leaves == 0 || depth == kMaxDepth || (!joined_last && random_.chance(eager)))) {
+        const bool either = !(joined_last && leaves == 0) && !joined_last && random_.chance(0.4);
+        a_.term[a_.terms++].kind = either ? TermKind::either : TermKind::both;
+        --depth;
+      } else {
+        a_.term[a_.terms++] = leaf();
+        --leaves;
+        ++depth;
+      }
+    }
+  }
+
+  void bias() {
+    if (!random_.chance(0.3)) return;
+    Bias& bias = a_.bias;
+    bias.dtype = random_.chance(0.5) ? a_.dtype : DType::f32;
+    bias_sizes_[0] = random_.chance(0.2) ? 1 : a_.kv_len;
+    bias_sizes_[1] = random_.chance(0.3) ? 1 : a_.q_len;
+    bias_sizes_[2] = random_.chance(0.5) ? 1 : a_.q_heads;
+    bias_sizes_[3] = random_.chance(0.5) ? 1 : a_.batch;
+    int64_t* const strides[] = {&bias.column, &bias.row, &bias.head, &bias.batch};
+    int64_t count = 1;
+    for (int i = 0; i < 4; ++i) {
+      *strides[i] = bias_sizes_[i] == 1 ? 0 : count;
+      count *= bias_sizes_[i];
+    }
+    if (random_.chance(0.15) && bias_sizes_[0] > 1 && bias_sizes_[1] > 1) {
+      bias.row = 1;
+      bias.column = bias_sizes_[1];
+    }
+    void* data = allocate(count, size_of(bias.dtype));
+    const double lowest = bias.dtype == DType::f16 ? -65504 : -static_cast<double>(FLT_MAX);
+    const double odd = random_.chance(0.3) ? random_.uniform(0, 0.5) : 0;
+    const bool infinite = random_.chance(0.5);
+    for (int64_t i = 0; i < count; ++i) {
+      put(bias.dtype, data, i, random_.uniform(-2, 2));
+      if (random_.chance(odd)) put(bias.dtype, data, i, infinite ? -INFINITY : lowest);
+    }
+    if (bias.dtype == DType::bf16 && odd > 0 && !infinite) {
+      // -FLT_MAX rounds to -inf in bfloat16: its own lowest number instead.
+      for (int64_t i = 0; i < count; ++i) {
+        if (get(bias.dtype, data, i) < -1e30) static_cast<uint16_t*>(data)[i] = 0xff7f;
+      }
+    }
+    bias.data = data;
+  }
+
+  void extras() {
+    if (random_.chance(0.15)) {
+      a_.slopes.head = random_.chance(0.8);
+      a_.slopes.batch = random_.chance(0.3) ? (a_.slopes.head != 0 ? a_.q_heads : 1) : 0;
+      const int64_t heads = a_.slopes.head != 0 ? a_.q_heads : 1;
+      const int64_t count = heads * (a_.slopes.batch != 0 ? a_.batch : 1);
+      float* slopes = static_cast<float*>(allocate(count, 4));
+      for (int64_t i = 0; i < count; ++i) slopes[i] = static_cast<float>(random_.uniform(0, 0.7));
+      a_.slopes.data = slopes;
+    }
+    if (random_.chance(0.2)) {
+      a_.sink_count = random_.between(1, 3);
+      const int64_t count = a_.sink_count * a_.q_heads;
+      float* sinks = static_cast<float*>(allocate(count, 4));
+      for (int64_t i = 0; i < count; ++i) {
+        sinks[i] = static_cast<float>(random_.chance(0.1) ? -INFINITY : random_.uniform(-4, 4));
+      }
+      a_.sinks = sinks;
+    }
+  }
+
+  void gradients() {
+    Problem& p = *made_;
+    const int64_t batch = packed_ ? (a_.batch > 0) : a_.batch;
+    p.dout = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.value_dim, true);
+    fill(p.dout, 1);
+    p.delta = tensor(DType::f32, batch, a_.q_heads, a_.q_len, 1, false);
+    p.dq = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.head_dim, false);
+    p.dk = tensor(a_.dtype, batch, a_.kv_heads, a_.kv_len, a_.head_dim, false);
+    p.dv = tensor(a_.dtype, batch, a_.kv_heads, a_.kv_len, a_.value_dim, false);
+    a_.dout = p.dout.array;
+    a_.delta = p.delta.array;
+    a_.dq = p.dq.array;
+    a_.dk = p.dk.array;
+    a_.dv = p.dv.array;
+    if (a_.bias.data == nullptr || !random_.chance(0.7)) return;
+    const int64_t* s = bias_sizes_;
+    int64_t* const strides[] = {&a_.dbias_column, &a_.dbias_row, &a_.dbias_head, &a_.dbias_batch};
+    int64_t count = 1;
+    for (int i = 0; i < 4; ++i) {
+      *strides[i] = s[i] == 1 ? 0 : count;
+      count *= s[i];
+    }
+    p.dbias.dtype = DType::f32;
+    p.dbias.array.data = allocate(count, 4);
+    p.dbias.array.batch = a_.dbias_batch;
+    p.dbias.array.head = a_.dbias_head;
+    p.dbias.array.row = a_.dbias_row;
+    p.dbias.buffer = p.buffers.back().get();
+    for (int i = 0; i < 4; ++i) p.dbias.sizes[i] = s[3 - i];
+    a_.dbias = static_cast<float*>(p.dbias.array.data);
+  }
+
+  Random random_;
+  bool backward_;
+  std::unique_ptr<Problem> made_;
+  Arguments& a_;
+  bool packed_ = false, huge_ = false;
+  const int64_t* paged_lengths_ = nullptr;
+  int64_t bias_sizes_[4] = {};  // column, row, head, batch
+};
+
+}  // namespace
+
+std::vector<Tensor*> Problem::written(Pass pass) {
+  std::vector<Tensor*> all{&out, &lse};
+  if (pass == Pass::backward) all = {&dq, &dk, &dv, &dbias};
+  std::erase_if(all, [](const Tensor* tensor) { return tensor->buffer == nullptr; });
+  return all;
+}
+
+void Problem::reset(Pass pass) {
+  for (Tensor* tensor : written(pass)) const_cast<Buffer*>(tensor->buffer)->reset();
+}
+
+std::unique_ptr<Problem> random_problem(uint64_t seed, bool backward) {
+  return Maker(seed, backward).make();
+}
+
+}  // namespace polyattn::testing

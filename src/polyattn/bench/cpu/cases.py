@@ -1,0 +1,190 @@
+"""The rows of ``bench cpu``: what is timed, how much of it is useful work, and the goals.
+
+Goals are times of torch's fastest route over ours; they are meant for the sizes in the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = [
+    "BLOCK", "CASES", "SHORT", "WINDOW", "Case", "Size", "blocks_of_row", "grid", "padded_lengths",
+    "quick",
+]  # fmt: skip
+
+WINDOW = 256
+"""Keys that a query sees in the window cases: itself and the 255 before it."""
+BLOCK = 64
+BLOCKS_KEPT = 0.1
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+_PADDED = (0.2441, 0.3911, 0.6089, 0.7559)  # lengths over S; their mean is a half
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a call, in the letters used everywhere."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}"
+        if self.heads != self.kv_heads:
+            heads += f"/{self.kv_heads}"
+        lengths = f"{self.q_len}"
+        if self.q_len != self.kv_len:
+            lengths += f"x{self.kv_len}"
+        return f"({self.batch},{heads},{lengths},{self.head_dim})"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. `mask`: none, causal, window, blocks or padding; `layout` is that of all arrays.
+
+    `goal`: torch's time over ours. `goal_gbs`: keys and values read, in GB/s. `limit`: what keeps
+    it from being faster.
+    """
+
+    group: str
+    size: Size
+    dtype: str = "float32"
+    mask: str = "none"
+    train: bool = False
+    layout: str = "BNTH"
+    goal: float | None = None
+    goal_gbs: float | None = None
+    limit: str = ""
+
+    @property
+    def name(self) -> str:
+        """The row's name, which is unique."""
+        layout = "" if self.layout == "BNTH" else f" {self.layout}"
+        return f"{self.group} {self.size} {SHORT[self.dtype]}{layout}"
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether memory bandwidth, and not arithmetic, is what the case is about."""
+        return self.size.q_len == 1
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key that the mask allows, of one head, over the batch."""
+        s = self.size
+        if self.mask == "causal":
+            return s.batch * sum(range(s.kv_len - s.q_len + 1, s.kv_len + 1))
+        if self.mask == "window":
+            return s.batch * sum(min(t + 1, WINDOW) for t in range(s.q_len))
+        if self.mask == "blocks":
+            columns, rows = s.kv_len // BLOCK, s.q_len // BLOCK
+            return s.batch * BLOCK**2 * sum(blocks_of_row(i, columns) for i in range(rows))
+        if self.mask == "padding":
+            return s.q_len * sum(padded_lengths(s))
+        return s.batch * s.q_len * s.kv_len
+
+    @property
+    def density(self) -> float:
+        """The share of all pairs that the mask allows."""
+        return self.pairs / (self.size.batch * self.size.q_len * self.size.kv_len)
+
+    @property
+    def useful_flops(self) -> float:
+        """Operations on allowed pairs: two products of 2 H each, 3.5 times that with backward."""
+        return 4.0 * self.size.heads * self.pairs * self.size.head_dim * (3.5 if self.train else 1)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
+        s, width = self.size, 4 if self.dtype == "float32" else 2
+        return 2 * s.batch * s.kv_heads * s.kv_len * s.head_dim * width
+
+
+def blocks_of_row(row: int, columns: int) -> int:
+    """Return how many blocks a row of blocks visits, so that all rows together keep a tenth.
+
+    >>> [blocks_of_row(i, 64) for i in range(5)]
+    [6, 6, 7, 6, 7]
+    """
+    kept = columns * BLOCKS_KEPT
+    return max(1, int((row + 1) * kept) - int(row * kept))
+
+
+def padded_lengths(size: Size) -> list[int]:
+    """Return the key lengths of the padding cases, half of all keys together."""
+    return [round(size.kv_len * _PADDED[b % len(_PADDED)]) for b in range(size.batch)]
+
+
+def _pair(
+    group: str, size: tuple[int, ...], goals: tuple[float, ...], *, gbs: float | None = None,
+    limits: tuple[str, ...] = ("", ""), **more: object,
+) -> list[Case]:  # fmt: skip
+    """Return the case in float32 and in bfloat16."""
+    both = zip(("float32", "bfloat16"), goals, limits, strict=True)
+    return [
+        Case(group, Size(*size), dtype, goal=goal, goal_gbs=gbs, limit=limit, **more)  # type: ignore[arg-type]
+        for dtype, goal, limit in both
+    ]
+
+
+_LONG = (1, 8, 8, 4096, 4096, 64)
+_SHORT_A, _SHORT_B = (2, 12, 12, 512, 512, 64), (8, 16, 16, 197, 197, 64)
+_DECODE_4K, _DECODE_32K = (1, 32, 8, 1, 4096, 128), (1, 32, 8, 1, 32768, 128)
+
+CASES: tuple[Case, ...] = (
+    *_pair("dense", _LONG, (1.3, 2.6)),
+    Case("dense", Size(1, 16, 16, 4096, 4096, 128), "bfloat16", goal=2.5),
+    *_pair("short", _SHORT_A, (1.2, 2.0)),
+    *_pair("short", _SHORT_B, (1.2, 2.0)),
+    *_pair("causal", _LONG, (1.45, 2.8), mask="causal"),
+    *_pair("window 256", _LONG, (18.0, 30.0), mask="window"),
+    *_pair("90% block-sparse", _LONG, (15.0, 28.0), mask="blocks"),
+    *_pair("half padding", (4, 8, 8, 2048, 2048, 64), (2.6, 5.2), mask="padding"),
+    *_pair("GQA prefill", (1, 32, 8, 2048, 2048, 64), (1.3, 2.4)),
+    *_pair("decode", _DECODE_4K, (6.0, 40.0)),
+    *_pair("decode", _DECODE_32K, (15.0, 50.0), gbs=50.0),
+    Case("decode", Size(*_DECODE_32K), "bfloat16", layout="BTNH"),
+    *_pair("fwd+bwd dense", _LONG, (1.2, 2.0), train=True),
+    *_pair("fwd+bwd window 256", _LONG, (12.0, 15.0), mask="window", train=True),
+)
+"""The table of goals. A row without goal is there for comparison."""
+
+
+def quick(case: Case) -> Case:
+    """Return the case at an eighth of its lengths, without goals, which are for the real sizes."""
+    s = case.size
+    lengths = {n: max(1, getattr(s, n) // 8) for n in ("q_len", "kv_len")}
+    return dataclasses.replace(
+        case, size=dataclasses.replace(s, **lengths), goal=None, goal_gbs=None
+    )
+
+
+_LENGTHS = (
+    (1, 16), (1, 128), (1, 1024), (1, 8192), (4, 512), (16, 16), (64, 64), (77, 77), (128, 128),
+    (197, 197), (256, 77), (64, 2048), (300, 1000), (512, 512), (1024, 1024), (2048, 2048),
+)  # fmt: skip
+_HEADS = ((8, 8), (12, 12), (32, 8), (16, 2))
+_DIMS = (64, 128, 40, 80, 96)
+_BATCHES = (1, 8, 2, 4)
+_MOST_FLOPS = 2e10  # a fifth of a second, so that the grid takes minutes
+
+
+def grid() -> Iterator[Case]:
+    """Yield a spread of ordinary problems: all lengths and dtypes, other sizes drawn for each."""
+    draw, seen = random.Random(0), set()
+    for q_len, kv_len in _LENGTHS:
+        for mask in ("none", "causal") if q_len == kv_len else ("none",):
+            for dtype in SHORT:
+                for layout in ("BTNH", "BNTH", "BTNH"):
+                    heads, dim = draw.choice(_HEADS), draw.choice(_DIMS)
+                    size = Size(draw.choice(_BATCHES), *heads, q_len, kv_len, dim)
+                    case = Case(mask, size, dtype, mask, layout=layout)
+                    if case.useful_flops <= _MOST_FLOPS and case.name not in seen:
+                        seen.add(case.name)
+                        yield case

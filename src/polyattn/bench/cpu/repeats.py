@@ -1,0 +1,120 @@
+"""Times of several ways to do the same, interleaved in one process, with a watch on others.
+
+A *block* is some calls of one way, tens of milliseconds together. A *repeat* times a block of
+every way, in an order that turns, and more than one where they are short: the system counts
+processor time in steps of 10 ms, so the watch needs a while to say anything. Repeats in which
+other processes were busy are made again, at most as many as are wanted, and the quietest are kept:
+chosen by the others' load, never by the result. Before a block the process idles for a few
+milliseconds, so that the threads of another library that still spin go to sleep.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyattn.bench.timing import QUIET, Rounds, Watch
+
+__all__ = ["Series", "Step", "once", "spread", "time_steps"]
+
+IDLE_S = 0.004
+_REPEAT_S = 0.15
+_MOST_TURNS = 6
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is timed; `scope` surrounds its blocks, outside the timer."""
+
+    run: Callable[[], object]
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass
+class Series:
+    """Seconds per call, one entry for each kept repeat, in the same order for all ways."""
+
+    seconds: list[float] = field(default_factory=list)
+    calls: int = 1
+
+    @property
+    def median(self) -> float:
+        """The median of the repeats."""
+        return statistics.median(self.seconds)
+
+
+def once(step: Step) -> float:
+    """Time a single call."""
+    with step.scope():
+        time.sleep(IDLE_S)
+        begin = time.perf_counter()
+        step.run()
+        return max(time.perf_counter() - begin, 1e-9)
+
+
+def time_steps(
+    steps: Mapping[str, Step], *, repeats: int, block_s: float
+) -> tuple[dict[str, Series], Rounds]:
+    """Time all steps, which must be warm, in `repeats` repeats that are kept."""
+    single = {name: min(once(step) for _ in range(2)) for name, step in steps.items()}
+    loops = {name: max(1, math.ceil(block_s / seconds)) for name, seconds in single.items()}
+    repeat_s = sum(loops[name] * single[name] + IDLE_S for name in steps)
+    turns = max(1, min(_MOST_TURNS, math.ceil(_REPEAT_S / repeat_s)))
+    done: list[tuple[float, dict[str, float]]] = []
+    while len(done) < 2 * repeats and sum(load <= QUIET for load, _ in done) < repeats:
+        watch = Watch()
+        blocks: dict[str, list[float]] = {name: [] for name in steps}
+        for turn in range(turns):
+            for name in _turned(list(steps), len(done) + turn):
+                blocks[name].append(_block(steps[name], loops[name]))
+        found = {name: statistics.median(seconds) for name, seconds in blocks.items()}
+        done.append((watch.foreign(), found))
+    kept = sorted(done, key=lambda entry: entry[0])[:repeats]
+    series = {name: Series([found[name] for _, found in kept], loops[name]) for name in steps}
+    return series, Rounds([load for load, _ in kept], len(done) - len(kept))
+
+
+def _turned(names: Sequence[str], by: int) -> list[str]:
+    first = by % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def _block(step: Step, calls: int) -> float:
+    run, collected = step.run, gc.isenabled()
+    gc.disable()
+    try:
+        with step.scope():
+            time.sleep(IDLE_S)
+            begin = time.perf_counter()
+            for _ in range(calls):
+                run()
+            return max(time.perf_counter() - begin, 1e-9) / calls
+    finally:
+        if collected:
+            gc.enable()
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """Return median, min, max and quartiles.
+
+    >>> spread([1.0, 2.0, 4.0])
+    {'median': 2.0, 'min': 1.0, 'max': 4.0, 'q1': 1.5, 'q3': 3.0}
+    """
+    low = high = values[0]
+    if len(values) > 1:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    found = {
+        "median": statistics.median(values), "min": min(values), "max": max(values),
+        "q1": low, "q3": high,
+    }  # fmt: skip
+    return {name: _rounded(value, digits) for name, value in found.items()}
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")

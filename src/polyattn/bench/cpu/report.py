@@ -1,0 +1,136 @@
+"""What people see of a run of ``bench cpu``: the goals beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from polyattn.bench.report import conditions, console, say
+
+__all__ = ["print_grid", "print_record"]
+
+_WORST = 12
+_WIDTH_WITH_PEERS = 140
+_ROUTES = (
+    "torch ms: the fastest of its routes, which is its flash kernel, or m: its math path, f: flash "
+    "with the mask as numbers. x: time of the other over ours, median of the repeats."
+)
+_PEAK = (
+    "of peak: useful operations over the matrix peak of this run; decode: bytes of keys and values "
+    "over its read bandwidth (what fits into the last cache may pass 100%)."
+)
+
+
+def print_record(record: Mapping[str, Any]) -> None:
+    """Print the table of goals, the yardsticks, the memory, and what was missed."""
+    table = Table(title=f"{record['backend']} and torch SDPA, {record['threads']} threads")
+    for name in ("case", "ours ms", "torch ms", "x torch", "min..max", "goal", "met", "of peak"):
+        table.add_column(name, justify="left" if name in ("case", "met") else "right")
+    peers = sorted({name for row in record["rows"] for name in row["peers"]})
+    for name in peers:
+        table.add_column(f"x {name}", justify="right")
+    for row in record["rows"]:
+        ratio = row["ratio"]
+        table.add_row(
+            row["name"], _short(row["ours_ms"]["median"]),
+            _short(row["torch_ms"]["median"]) + _mark(row["torch_route"]),
+            _short(ratio["median"]), f"{_short(ratio['min'])}..{_short(ratio['max'])}",
+            "" if row["goal"] is None else f"{row['goal']:g}", _met(row), _share(row),
+            *(_peer(row["peers"].get(name)) for name in peers),
+        )  # fmt: skip
+    console(width=_WIDTH_WITH_PEERS if peers else 0).print(table)
+    for line in (*_yardsticks(record), *_memory(record), *_footer(record)):
+        say(line)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _mark(route: str) -> str:
+    return {"flash": "", "math": " m"}.get(route, " f")
+
+
+def _met(row: Mapping[str, Any]) -> str:
+    if row["wrong"]:
+        return "WRONG"
+    return "" if row.get("met") is None else "yes" if row["met"] else "no"
+
+
+def _share(row: Mapping[str, Any]) -> str:
+    rate = f"{row['ours_gbs']:.0f} GB/s " if "ours_gbs" in row else ""
+    return f"{rate}{row['ours_share']:.0%}"
+
+
+def _peer(peer: Mapping[str, Any] | None) -> str:
+    if peer is None or "unable" in peer:
+        return "" if peer is None else "-"
+    return "wrong" if peer["wrong"] else _short(peer["ratio"]["median"])
+
+
+def _yardsticks(record: Mapping[str, Any]) -> list[str]:
+    lines = [_ROUTES, _PEAK]
+    for name, stick in record["yardsticks"].items():
+        lines.append(
+            f"{name}: {_short(stick['max'])} {stick['unit']} (median {_short(stick['median'])}, "
+            f"{stick['source']})"
+        )
+    return lines
+
+
+def _memory(record: Mapping[str, Any]) -> list[str]:
+    def mib(value: float | None) -> str:
+        return "not known here" if value is None else f"{value:.1f} MiB"
+
+    return [
+        f"{row['name']}: {mib(row['ours_mib'])} beside inputs and output, torch "
+        f"{mib(row['torch_mib'])}, goal {row['goal_mib']:g} MiB"
+        for row in record["memory"]
+    ]
+
+
+def _footer(record: Mapping[str, Any]) -> list[str]:
+    rows = record["rows"]
+    dropped = sum(row["dropped"] for row in rows)
+    worst = max(row["foreign"]["max"] for row in rows)
+    repeats = (
+        f"{record['repeats']} repeats of each case are kept, {dropped} of all were dropped because "
+        f"others were busy; others took {worst:.0%} of the machine in the busiest that was kept."
+    )
+    lines = [repeats, conditions(record)]
+    lines += [f"{row['name']}: limited by {row['limit']}" for row in rows if row["limit"]]
+    lines += [f"{row['name']}: wrong result: {row['wrong']}" for row in rows if row["wrong"]]
+    if record["quick"]:
+        return [*lines, "quick run at an eighth of the lengths: the goals are for the whole ones"]
+    judged = [*rows, *record["memory"]]
+    missed = [row["name"] for row in judged if row.get("met") is False]
+    return [*lines, f"goals missed: {', '.join(missed)}" if missed else "all goals met"]
+
+
+def print_grid(record: Mapping[str, Any]) -> None:
+    """Print the problems on which the kernel is slower, or nearest to it."""
+    rows = sorted(record["rows"], key=lambda row: row["ratio"]["median"])
+    shown = rows[: max(_WORST, len(record["slower"]))]
+    table = Table(title=f"the worst of {len(rows)} problems, {record['threads']} threads")
+    for name in ("problem", "ours ms", "torch ms", "x torch", "min..max", "chosen"):
+        table.add_column(name, justify="left" if name in ("problem", "chosen") else "right")
+    for row in shown:
+        ratio = row["ratio"]
+        table.add_row(
+            row["name"], _short(row["ours_ms"]["median"]),
+            _short(row["torch_ms"]["median"]) + _mark(row["torch_route"]),
+            _short(ratio["median"]), f"{_short(ratio['min'])}..{_short(ratio['max'])}",
+            row["chosen"],
+        )  # fmt: skip
+    console().print(table)
+    say(
+        f"slower than torch by more than {record['slack'] - 1:.0%}: {len(record['slower'])} of "
+        f"{len(rows)}; geometric mean of all: {record['mean_ratio']:.2f} x torch"
+    )
+    mistakes = record["chosen_though_slower"]
+    say(f"chosen though slower: {', '.join(mistakes)}" if mistakes else "none of them is chosen")
+    if record["wrong"]:
+        say(f"wrong results: {', '.join(record['wrong'])}")
+    say(conditions(record))

@@ -1,0 +1,113 @@
+"""Right first: what a way gives, against float64 on some of the query rows.
+
+Every row is computed by itself, so a few evenly spread ones are enough for the output and the
+gradient of the query; with the incoming gradient zero in all other rows, the gradients of keys
+and values are exactly those of the chosen rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from polyattn.bench.cpu.inputs import Inputs
+from polyattn.bench.cpu.ways import Way
+from polyattn.conformance import tolerance
+from polyattn.conformance.tolerance import Yardstick
+
+__all__ = ["Truth"]
+
+ROWS = 16
+
+
+class Truth:
+    """The float64 results of a case on some rows, by name: out, and the gradients if it trains."""
+
+    def __init__(self, inputs: Inputs, rows: int = ROWS) -> None:
+        self.inputs = inputs
+        length = inputs.case.size.q_len
+        count = min(length, rows)
+        self.rows = torch.linspace(0, length - 1, count).round().long().unique()
+        self._exact = self._reference(torch.float64)
+        self._score, self._scale = self._scales()
+
+    @functools.cached_property
+    def _baseline(self) -> dict[str, Tensor]:
+        return self._reference(torch.float32)
+
+    def check(self, way: Way) -> tuple[dict[str, float], str]:
+        """Return the relative error of each result of a way, and what is wrong, if anything is."""
+        errors, wrong = {}, ""
+        for name, found in self._results(way).items():
+            exact = self._exact[name]
+            distance = (found.double() - exact).norm() / exact.norm()
+            errors[name] = float(f"{float(distance):.3g}")
+            truth = Yardstick(
+                name, exact, self._scale[name], self._score,
+                functools.partial(self._baseline.__getitem__, name),
+                terms=self.inputs.case.size.kv_len,
+            )  # fmt: skip
+            wrong = wrong or str(tolerance.measure(found, truth) or "")
+        return errors, wrong
+
+    def _results(self, way: Way) -> dict[str, Tensor]:
+        call = self.inputs
+        with way.scope():
+            out = way.call(call.q, call.k, call.v)
+            if not call.case.train:
+                return {"out": call.heads_second(out)[:, :, self.rows]}
+            g = torch.zeros_like(call.grad_out)
+            call.heads_second(g)[:, :, self.rows] = call.heads_second(call.grad_out)[:, :, self.rows]  # fmt: skip  # noqa: E501
+            grads = torch.autograd.grad(out, (call.q, call.k, call.v), g)
+        dq, dk, dv = (call.heads_second(x) for x in grads)
+        out = call.heads_second(out.detach())
+        return {
+            "out": out[:, :, self.rows], "query": dq[:, :, self.rows], "key": dk, "value": dv,
+        }  # fmt: skip
+
+    def _wide(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the chosen rows of q and grad_out, (B, K, G, R, H); k and v, (B, K, 1, S, H)."""
+        call = self.inputs
+        q, k, v, g = (
+            call.heads_second(x.detach()) for x in (call.q, call.k, call.v, call.grad_out)
+        )
+        groups = (call.case.size.kv_heads, -1)
+        q, g = (x[:, :, self.rows].unflatten(1, groups).to(dtype) for x in (q, g))
+        return q, k.unsqueeze(2).to(dtype), v.unsqueeze(2).to(dtype), g
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        s = q @ k.mT / math.sqrt(q.shape[-1])
+        allowed = self.inputs.allowed
+        if allowed is None:
+            return s
+        at_rows = allowed if allowed.shape[2] == 1 else allowed[:, :, self.rows]
+        return s.masked_fill(~at_rows.unsqueeze(2), -math.inf)
+
+    def _reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        q, k, v, g = self._wide(dtype)
+        trains = self.inputs.case.train
+        leaves = [x.requires_grad_(trains) for x in (q, k, v)]
+        out = self._scores(q, k).softmax(-1) @ v
+        found = {"out": out.detach().flatten(1, 2)}
+        if trains:
+            dq, dk, dv = torch.autograd.grad(out, leaves, g)
+            found |= {"query": dq.flatten(1, 2), "key": dk.squeeze(2), "value": dv.squeeze(2)}
+        return found
+
+    def _scales(self) -> tuple[float, dict[str, Tensor]]:
+        """Return the largest magnitude behind a score, and the sum of the magnitudes of terms."""
+        q, k, v, g = self._wide(torch.float64)
+        factor = 1 / math.sqrt(q.shape[-1])
+        size = q.abs() @ k.abs().mT * factor
+        weights = self._scores(q, k).softmax(-1)
+        scale = {"out": (weights @ v.abs()).flatten(1, 2)}
+        if self.inputs.case.train:
+            dp = g.abs() @ v.abs().mT
+            ds = weights * (dp + (weights * dp).sum(-1, keepdim=True))
+            scale["query"] = (ds @ k.abs()).flatten(1, 2) * factor
+            scale["key"] = (ds.mT @ q.abs()).sum(2) * factor
+            scale["value"] = (weights.mT @ g.abs()).sum(2)
+        return float(size.max()), scale
