@@ -26,7 +26,7 @@ def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     scores = np.einsum("btnh,bsnh->bnts", q.astype(np.float64), k) / np.sqrt(H)
     scores[:, :, np.triu(np.ones((T, T), dtype=bool), 1)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+    return np.asarray(np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v))
 
 
 def main() -> int:

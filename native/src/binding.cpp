@@ -1,7 +1,7 @@
 // The Python module polyattn._native: tuples of integers in, one kernel call, nothing kept.
 //
-// Arrays arrive as pointers and strides, so that torch, NumPy and JAX share one binary. All arguments
-// are positional and tuples are read with the C API: a call costs well below a microsecond.
+// Arrays arrive as pointers and strides, so that torch, NumPy and JAX share one binary. All
+// arguments are positional and tuples are read with the C API: a call costs well below 1 us.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

@@ -168,7 +168,8 @@ const char* check_bytes(const Arguments& a, const Term& term) {
     return "a block map's or dense mask's strides are beyond 2**48 or reach beyond 2**61 bytes";
   }
   const bool empty = a.batch == 0 || a.q_heads == 0 || rows == 0 || columns == 0;
-  return term.bytes == nullptr && !empty ? "a block map or dense mask has no data pointer" : nullptr;
+  if (term.bytes == nullptr && !empty) return "a block map or dense mask has no data pointer";
+  return nullptr;
 }
 
 const char* check_term(const Arguments& a, const Term& term) {
@@ -346,8 +347,8 @@ const char* check_arrays(const Arguments& a, Pass pass) {
   const int64_t holders = paged ? a.pages.count : batch;
   const int64_t keys = paged && a.kv_len > 0 ? a.pages.page_size : a.kv_len;
   const Shape q{batch, a.q_heads, a.q_len, a.head_dim}, k{holders, a.kv_heads, keys, a.head_dim};
-  const Shape v{holders, a.kv_heads, keys, a.value_dim}, out{batch, a.q_heads, a.q_len, a.value_dim};
-  const Shape row{batch, a.q_heads, a.q_len, 1};
+  const Shape v{holders, a.kv_heads, keys, a.value_dim};
+  const Shape out{batch, a.q_heads, a.q_len, a.value_dim}, row{batch, a.q_heads, a.q_len, 1};
   const char* complaint = nullptr;
 #define POLYATTN_CHECK(name, shape, size, written)                                       \
   {                                                                                      \

@@ -5,7 +5,7 @@
 
 namespace polyattn {
 
-// One translation unit under isa/ defines each; the build sets POLYATTN_HAVE_* for those it compiled.
+// One translation unit under isa/ defines each; the build sets POLYATTN_HAVE_* for those it has.
 extern const Kernels kGeneric, kAvx2, kAvx512, kAvx512Bf16, kNeon;
 
 // Best first; ends with nullptr.

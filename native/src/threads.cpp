@@ -2,9 +2,9 @@
 //
 // torch's pool is libgomp. Its idle workers spin for milliseconds after each region, so a second
 // pool beside it would share its cores with busy waiting. When the process has a libgomp among its
-// global symbols (torch loads its own that way), regions run on it, as torch's do; a process without
-// one (NumPy, the C++ tests, macOS) gets the small pool below. We do not link to libgomp: that would
-// bring a second one.
+// global symbols (torch loads its own that way), regions run on it, as torch's do; a process
+// without one (NumPy, the C++ tests, macOS) gets the small pool below. We do not link to libgomp:
+// that would bring a second one.
 #include "threads.h"
 
 #include <atomic>

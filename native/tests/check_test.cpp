@@ -1,4 +1,4 @@
-// check(): one ordinary call of each kind is accepted; each way to spoil it is refused, by its name.
+// check(): ordinary calls of each kind are accepted; each way to spoil one is refused by its name.
 //
 // Build from: check_test.cpp and all of ../src except binding.cpp.
 #include <cmath>
@@ -183,7 +183,7 @@ void arrays() {
   refuse("out's rows overlap", plain(), [](Arguments& a) { a.out.batch = 0; });
   refuse("lse's rows overlap", plain(), [](Arguments& a) { a.lse.row = 0; });
   refuse("lse has elements", plain(), [](Arguments& a) { a.lse.data = nullptr; }, Pass::backward);
-  refuse("delta has elements", plain(), [](Arguments& a) { a.delta.data = nullptr; }, Pass::backward);
+  refuse("delta has", plain(), [](Arguments& a) { a.delta.data = nullptr; }, Pass::backward);
   refuse("dk's rows overlap", plain(), [](Arguments& a) { a.dk.head = 0; }, Pass::backward);
 }
 
@@ -209,7 +209,8 @@ void masks() {
   const Arguments blocks = with_terms({TermKind::blocks});
   refuse("block sizes", blocks, [](Arguments& a) { a.term[0].block_k = 0; });
   refuse("no data", blocks, [](Arguments& a) { a.term[0].bytes = nullptr; });
-  refuse("2**61", with_terms({TermKind::dense}), [](Arguments& a) { a.term[0].column = kSmallest; });
+  const Arguments dense = with_terms({TermKind::dense});
+  refuse("2**61", dense, [](Arguments& a) { a.term[0].column = kSmallest; });
 }
 
 void packs_and_pages() {

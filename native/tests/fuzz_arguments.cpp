@@ -60,8 +60,9 @@ class Heap {
  public:
   static constexpr int64_t kLimit = 1 << 16;
 
-  // Memory for exactly the elements that the spans reach, filled by `bytes`; nullptr when that is too
-  // much, or a size is negative. The result points at element 0, wherever negative strides put it.
+  // Memory for exactly the elements that the spans reach, filled by `bytes`; nullptr when that is
+  // too much, or a size is negative. The result points at element 0, wherever negative strides put
+  // it.
   void* make(std::initializer_list<Span> spans, int64_t width, DType dtype, Bytes& bytes,
              bool values) {
     double low = 0, high = 0;  // exact below kLimit, and far above it where not
@@ -243,7 +244,8 @@ class Call {
     if (count < 0 || count > Heap::kLimit) return nullptr;
     int64_t* values = static_cast<int64_t*>(heap_.make({{count, 1}}, 8, DType::f32, bytes_, false));
     for (int64_t i = 0; i < count; ++i) {
-      values[i] = bytes_.chance(6) ? hostile(bytes_, range) : bytes_.below(std::max<int64_t>(range, 1));
+      values[i] = bytes_.chance(6) ? hostile(bytes_, range)
+                                   : bytes_.below(std::max<int64_t>(range, 1));
     }
     return values;
   }
@@ -260,9 +262,10 @@ class Call {
   // False when the struct tells of more than can be made: no caller could have filled it.
   bool indices() {
     if (a_.batch < 0 || a_.batch > 64) {
-      return !packed_ && !paged_ && std::none_of(a_.term, a_.term + kMaxTerms, [](const Term& term) {
+      const auto limits = [](const Term& term) {
         return term.kind == TermKind::kv_limit || term.kind == TermKind::q_limit;
-      });
+      };
+      return !packed_ && !paged_ && std::none_of(a_.term, a_.term + kMaxTerms, limits);
     }
     if (packed_) {
       a_.cu_q = cuts(a_.q_len);
@@ -321,12 +324,13 @@ class Call {
                      4, DType::f32, bytes_, false));
     }
     if (slopes_) {
-      a_.slopes.data = static_cast<float*>(heap_.make(
-          {{a_.batch, a_.slopes.batch}, {a_.q_heads, a_.slopes.head}}, 4, DType::f32, bytes_, true));
+      a_.slopes.data = static_cast<float*>(
+          heap_.make({{a_.batch, a_.slopes.batch}, {a_.q_heads, a_.slopes.head}}, 4, DType::f32,
+                     bytes_, true));
     }
     if (sinks_) {
-      a_.sinks = static_cast<float*>(heap_.make({{a_.q_heads, a_.sink_count}, {a_.sink_count, 1}}, 4,
-                                                DType::f32, bytes_, true));
+      a_.sinks = static_cast<float*>(heap_.make(
+          {{a_.q_heads, a_.sink_count}, {a_.sink_count, 1}}, 4, DType::f32, bytes_, true));
     }
     return (!bias_ || a_.bias.data) && (!dbias_ || a_.dbias) && (!slopes_ || a_.slopes.data) &&
            (!sinks_ || a_.sinks);
@@ -334,8 +338,8 @@ class Call {
 
   bool allocate_term(Term& term) {
     if (term.kind == TermKind::segments) {
-      term.q_ids = static_cast<int64_t*>(heap_.make({{a_.batch, term.q_ids_batch}, {a_.q_len, 1}}, 8,
-                                                    DType::f32, bytes_, false));
+      term.q_ids = static_cast<int64_t*>(heap_.make(
+          {{a_.batch, term.q_ids_batch}, {a_.q_len, 1}}, 8, DType::f32, bytes_, false));
       term.kv_ids = static_cast<int64_t*>(heap_.make(
           {{a_.batch, term.kv_ids_batch}, {a_.kv_len, 1}}, 8, DType::f32, bytes_, false));
       return term.q_ids != nullptr && term.kv_ids != nullptr;

@@ -1,6 +1,7 @@
 // Random calls of every instruction set against the oracle.
 //
-// Build from: kernels_test.cpp oracle.cpp problem.cpp describe.cpp and all of ../src except binding.cpp.
+// Build from: kernels_test.cpp oracle.cpp problem.cpp describe.cpp and all of ../src except
+// binding.cpp.
 // Run: kernels_test [--seed N] [--cases N] [--isa NAME] [--pass forward|backward]
 // A failure prints the command that repeats its one case.
 #include <cstdio>
@@ -39,9 +40,10 @@ struct Case {
 
 void report(const Case& c, const char* isa, const std::string& what) {
   ++failures;
-  std::printf("FAILED %s: %s\n  %s\n  repeat: kernels_test --seed %llu --cases 1 --isa %s --pass %s\n",
-              isa, what.c_str(), c.problem.text.c_str(), static_cast<unsigned long long>(c.seed),
-              isa, c.pass == Pass::forward ? "forward" : "backward");
+  std::printf("FAILED %s: %s\n  %s\n", isa, what.c_str(), c.problem.text.c_str());
+  std::printf("  repeat: kernels_test --seed %llu --cases 1 --isa %s --pass %s\n",
+              static_cast<unsigned long long>(c.seed), isa,
+              c.pass == Pass::forward ? "forward" : "backward");
 }
 
 std::string place(const Tensor& tensor, int64_t number) {
@@ -192,7 +194,7 @@ void spread(const Case& c, const Kernels& kernels, const Snapshot& clean, const 
   }
   if (wrong == 0) return;
   report(c, kernels.name, std::string("NaN in a ") + (values ? "value" : "key") + " reaches " +
-                              std::to_string(wrong) + " elements of rows that do not see it, first " +
+                              std::to_string(wrong) + " elements of rows that do not see it: " +
                               first);
 }
 
@@ -234,8 +236,8 @@ Expected shared_bias(const Problem& p, const Expected& whole) {
     for (int64_t n = 0; n < a.q_heads; ++n) {
       for (int64_t t = 0; t < a.q_len; ++t) {
         for (int64_t j = 0; j < a.kv_len; ++j, ++at) {
-          const int64_t place = ((b % sizes[0] * sizes[1] + n % sizes[1]) * sizes[2] + t % sizes[2]) *
-                                    sizes[3] + j % sizes[3];
+          const int64_t row = (b % sizes[0] * sizes[1] + n % sizes[1]) * sizes[2] + t % sizes[2];
+          const int64_t place = row * sizes[3] + j % sizes[3];
           sum.value[static_cast<size_t>(place)] += whole.value[at];
           sum.tolerance[static_cast<size_t>(place)] += whole.tolerance[at];
         }

@@ -50,7 +50,8 @@ inline double underflow(DType dtype) { return dtype == DType::f16 ? 0x1p-25 : 0x
 
 inline double from_f16(uint16_t h) {
   const int exponent = h >> 10 & 31, fraction = h & 1023;
-  double value = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(fraction + 1024, exponent - 25);
+  double value =
+      exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(fraction + 1024, exponent - 25);
   if (exponent == 31) value = fraction != 0 ? NAN : INFINITY;
   return h >> 15 ? -value : value;
 }

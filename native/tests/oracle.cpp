@@ -1,12 +1,12 @@
 // Tolerances follow the roundings that a right kernel may make; u is float32's 2**-24.
 //
-// - A score is a sum of H products in float32. Its error is at most H * u * sum |q k| and behaves like
-//   a random walk, so sqrt(H) times a factor of 2 is allowed. Scaling, soft cap and bias each round
-//   what they make.
+// - A score is a sum of H products in float32. Its error is at most H * u * sum |q k| and behaves
+//   like a random walk, so sqrt(H) times a factor of 2 is allowed. Scaling, soft cap and bias each
+//   round what they make.
 // - An error e of the scores is a relative error of about 2 e of each probability (its own and the
 //   normaliser's). Scores so large that e is near 1 only bound the output by its values' range.
-// - bfloat16 kernels may round probabilities (and the scores' gradients) to bfloat16 before the second
-//   product: 2**-8. Their exponentials need no more than that either: 2**-13 of a sum of them.
+// - bfloat16 kernels may round probabilities (and the scores' gradients) to bfloat16 before the
+//   second product: 2**-8. Their exponentials need no more than that either: 2**-13.
 // - An exponential that would underflow may be 2**-126 instead of 0, and sums below that may be 0.
 // - Sums over keys or queries: 2 sqrt(count) * u of the sum of magnitudes, as for scores.
 // - The result is rounded once to its type.
@@ -283,7 +283,8 @@ void finish(Expected& gradient, DType dtype) {
 }  // namespace
 
 Backward backward(const Arguments& a, const std::vector<double>& delta) {
-  const int64_t rows = places(a) * a.q_heads * a.q_len, keys_all = places(a) * a.kv_heads * a.kv_len;
+  const int64_t rows = places(a) * a.q_heads * a.q_len;
+  const int64_t keys_all = places(a) * a.kv_heads * a.kv_len;
   const bool wants_bias = a.dbias != nullptr;
   Backward result{Expected(rows * a.head_dim), Expected(keys_all * a.head_dim),
                   Expected(keys_all * a.value_dim),

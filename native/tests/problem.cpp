@@ -85,9 +85,9 @@ class Maker {
     a_.cu_kv = cuts(a_.kv_len);
   }
 
-  // Sizes in the order of (batch, head, row); the arrays of the model are (B, N, T, H), (B, T, N, H)
-  // and slices of wider ones.
-  Tensor tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t width, bool shared) {
+  // In memory the arrays are (B, N, T, H), (B, T, N, H) or slices of wider ones.
+  Tensor tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t width,
+                bool shared) {
     Tensor made{{}, dtype, {batch, heads, rows, width}};
     const int64_t gap = random_.chance(0.3) ? random_.between(1, 9) : 0;
     int64_t* const orders[][3] = {{&made.array.row, &made.array.head, &made.array.batch},
@@ -112,8 +112,7 @@ class Maker {
 
   // NaN in the gaps between rows: whoever reads there shows it.
   void fill(Tensor& made, double size) {
-    const int64_t gap_free = made.count();
-    if (gap_free == 0) return;
+    if (made.count() == 0) return;
     int64_t last = 0;
     made.each([&](int64_t index, int64_t) { last = std::max(last, index + 1); });
     for (int64_t i = 0; i < last; ++i) put(made.dtype, made.array.data, i, NAN);
@@ -132,8 +131,9 @@ class Maker {
       keys = a_.pages.page_size;
     }
     made_->q = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.head_dim, true);
-    made_->k = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.head_dim, a_.pages.table == nullptr);
-    made_->v = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.value_dim, a_.pages.table == nullptr);
+    const bool shared = a_.pages.table == nullptr;
+    made_->k = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.head_dim, shared);
+    made_->v = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.value_dim, shared);
     made_->out = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.value_dim, false);
     fill(made_->q, size);
     fill(made_->k, size);
@@ -197,6 +197,16 @@ class Maker {
     return values;
   }
 
+  // Strides from the last dimension to the first, 0 for sizes of 1; returns the elements.
+  static int64_t contiguous(const int64_t (&sizes)[4], int64_t* const (&strides)[4]) {
+    int64_t count = 1;
+    for (int i = 0; i < 4; ++i) {
+      *strides[i] = sizes[i] == 1 ? 0 : count;
+      count *= sizes[i];
+    }
+    return count;
+  }
+
   // Contiguous over the dimensions that are not shared, or transposed in the last two.
   void bytes(Term& term, int64_t rows, int64_t columns, double share) {
     const bool whole = random_.chance(0.3);  // one value for whole rows or columns
@@ -205,11 +215,7 @@ class Maker {
                              random_.chance(0.5) ? 1 : a_.q_heads,
                              random_.chance(0.5) ? 1 : a_.batch};
     int64_t* const strides[] = {&term.column, &term.row, &term.head, &term.batch};
-    int64_t count = 1;
-    for (int i = 0; i < 4; ++i) {
-      *strides[i] = sizes[i] == 1 ? 0 : count;
-      count *= sizes[i];
-    }
+    const int64_t count = contiguous(sizes, strides);
     if (random_.chance(0.2) && sizes[0] > 1 && sizes[1] > 1) {
       term.row = 1;
       term.column = sizes[1];
@@ -227,7 +233,9 @@ class Maker {
     switch (term.kind) {
       case TermKind::band:
         term.bottom_right = random_.chance(0.5);
-        if (random_.chance(0.6)) term.high = random_.chance(0.6) ? 0 : random_.between(-reach, reach);
+        if (random_.chance(0.6)) {
+          term.high = random_.chance(0.6) ? 0 : random_.between(-reach, reach);
+        }
         if (random_.chance(0.5)) term.low = -random_.between(0, reach / 2);
         break;
       case TermKind::kv_limit:
@@ -270,9 +278,10 @@ class Maker {
     const double eager = random_.chance(0.2) ? 0 : 0.6;
     while (leaves > 0 || depth > 1) {
       // The lengths of a page table must stay in force for all keys.
-      const bool joined_last = paged_lengths_ != nullptr && depth == 2;
-      if (depth > 1 && (leaves == 0 || depth == kMaxDepth || (!joined_last && random_.chance(eager)))) {
-        const bool either = !(joined_last && leaves == 0) && !joined_last && random_.chance(0.4);
+      const bool lengths = paged_lengths_ != nullptr && depth == 2;
+      const bool join = leaves == 0 || depth == kMaxDepth || (!lengths && random_.chance(eager));
+      if (depth > 1 && join) {
+        const bool either = !lengths && random_.chance(0.4);
         a_.term[a_.terms++].kind = either ? TermKind::either : TermKind::both;
         --depth;
       } else {
@@ -292,11 +301,7 @@ class Maker {
     bias_sizes_[2] = random_.chance(0.5) ? 1 : a_.q_heads;
     bias_sizes_[3] = random_.chance(0.5) ? 1 : a_.batch;
     int64_t* const strides[] = {&bias.column, &bias.row, &bias.head, &bias.batch};
-    int64_t count = 1;
-    for (int i = 0; i < 4; ++i) {
-      *strides[i] = bias_sizes_[i] == 1 ? 0 : count;
-      count *= bias_sizes_[i];
-    }
+    const int64_t count = contiguous(bias_sizes_, strides);
     if (random_.chance(0.15) && bias_sizes_[0] > 1 && bias_sizes_[1] > 1) {
       bias.row = 1;
       bias.column = bias_sizes_[1];
@@ -354,20 +359,15 @@ class Maker {
     a_.dk = p.dk.array;
     a_.dv = p.dv.array;
     if (a_.bias.data == nullptr || !random_.chance(0.7)) return;
-    const int64_t* s = bias_sizes_;
     int64_t* const strides[] = {&a_.dbias_column, &a_.dbias_row, &a_.dbias_head, &a_.dbias_batch};
-    int64_t count = 1;
-    for (int i = 0; i < 4; ++i) {
-      *strides[i] = s[i] == 1 ? 0 : count;
-      count *= s[i];
-    }
+    const int64_t count = contiguous(bias_sizes_, strides);
     p.dbias.dtype = DType::f32;
     p.dbias.array.data = allocate(count, 4);
     p.dbias.array.batch = a_.dbias_batch;
     p.dbias.array.head = a_.dbias_head;
     p.dbias.array.row = a_.dbias_row;
     p.dbias.buffer = p.buffers.back().get();
-    for (int i = 0; i < 4; ++i) p.dbias.sizes[i] = s[3 - i];
+    for (int i = 0; i < 4; ++i) p.dbias.sizes[i] = bias_sizes_[3 - i];
     a_.dbias = static_cast<float*>(p.dbias.array.data);
   }
 

@@ -1,8 +1,8 @@
 // parallel() and scratch(): every number once, from several threads, nested, and after fork.
 //
-// Build from: threads_test.cpp ../src/threads.cpp, without any compiler option for OpenMP; and a second
-// executable from the same files with -fopenmp, which puts a libgomp into the process. The thread
-// sanitizer can check the first (libgomp is not built for it: its barriers look like races).
+// Build from: threads_test.cpp ../src/threads.cpp, without any compiler option for OpenMP; and a
+// second executable from the same files with -fopenmp, which puts a libgomp into the process. The
+// thread sanitizer can check the first (libgomp's barriers look like races to it).
 #include <atomic>
 #include <cstdint>
 #include <cstdio>

@@ -24,7 +24,7 @@ from polyattn.masks import (
 )
 from polyattn.native import module
 from polyattn.registry import Available
-from polyattn.torch import attention
+from polyattn.torch import attention, explain
 
 pytestmark = pytest.mark.skipif(
     not isinstance(module.status(), Available), reason="the extension is not built"
@@ -291,3 +291,14 @@ def test_forced_instruction_sets_that_are_not_here(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("POLYATTN_NATIVE_ISA", "neon" if "neon" not in module.isas() else "avx2")
     with pytest.raises(SettingsError, match="POLYATTN_NATIVE_ISA"):
         native(*arrays(t=5, n=8))
+
+
+def test_preferred_where_there_is_work_and_passed_over_where_it_cannot() -> None:
+    def chosen(size: int, **options: Any) -> str:
+        q = torch.empty(1, size, 8, 64, device="meta", dtype=options.pop("dtype", torch.bfloat16))
+        return explain(q, q, q, **options).backend
+
+    assert chosen(1024, mask=Causal()) == chosen(1024, softcap=5.0) == "native_cpu"
+    assert chosen(8, softcap=5.0) == "native_cpu"
+    assert chosen(1024, dtype=torch.float64) == "sdpa_flash"
+    assert chosen(1024, dropout_p=0.5) == "sdpa_math"

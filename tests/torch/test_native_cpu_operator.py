@@ -195,9 +195,11 @@ def test_export_with_symbolic_lengths() -> None:
 def test_fake_tensors_have_the_strides_of_real_ones() -> None:
     q, k, v = arrays()
     swapped = [x.transpose(1, 2) for x in (q, k, v)]
-    for inputs, layout in (((q, k, v), "BTNH"), (swapped, "BNTH"), ((q, k, v), "BNTH")):
-        if layout == "BNTH" and inputs[0] is q:
-            inputs = [x.transpose(1, 2).contiguous() for x in inputs]
+    lying = [x.contiguous() for x in swapped]
+    strided = [x.repeat_interleave(2, -1)[..., ::2].transpose(1, 2) for x in (q, k, v)]
+    for inputs, layout in (
+        ((q, k, v), "BTNH"), (swapped, "BNTH"), (lying, "BNTH"), (strided, "BNTH"),
+    ):  # fmt: skip
         real = native(*inputs, layout=layout, mask=Causal(), return_lse=True)
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(x) for x in inputs]

@@ -50,32 +50,35 @@ def test_every_instruction_set(isa: str) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_after_a_fork(threads: int) -> None:
-    """Threads do not survive a fork: the child's calls must not wait for those of its parent."""
+    """Threads do not survive a fork: the child's calls must not wait for those of its parent.
+
+    torch's own operators do wait, for ever, where they are large enough for two threads: the
+    tensors here are too small for that.
+    """
     run(
         f"""
-        import os, sys, torch
+        import os, torch
         from polyattn import Causal
         from polyattn.torch import attention
 
         torch.set_num_threads({threads})
-        q = torch.randn(1, 300, 4, 32, requires_grad=True)
+        q = torch.randn(1, 150, 4, 32, requires_grad=True)
+        heads = torch.ones(1, 150, 4, 32)
 
         def call():
             out = attention(q, q, q, mask=Causal(), backend="native_cpu")
-            return out, *torch.autograd.grad(out.sum(), q)
+            return out, *torch.autograd.grad(out, q, heads)
 
         wanted = call()  # the parent's threads run now
         for _ in range(3):
             child = os.fork()
             if child == 0:
-                same = all(map(torch.equal, call(), wanted))
-                sys.stdout.flush()
-                os._exit(0 if same else 7)
+                os._exit(0 if all(map(torch.equal, call(), wanted)) else 7)
             _, status = os.waitpid(child, 0)
             assert os.waitstatus_to_exitcode(status) == 0, status
             assert all(map(torch.equal, call(), wanted))
         """,
-        timeout=120.0,
+        timeout=60.0,
     )
 
 

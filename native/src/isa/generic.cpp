@@ -1,6 +1,6 @@
 // Any processor: the compiler's four-lane vectors.
 #define POLYATTN_NAMESPACE generic
-#define POLYATTN_REGISTER(x) "+g"(x)
+#define POLYATTN_REGISTER(x) "+x"(x)
 
 #include "kernel/simd_four.h"
 

@@ -31,7 +31,7 @@ inline Division divide(const Arguments& a) {
   d.heads_as_rows = d.group > 1 && a.q_len < kRows && !a.cu_q;
   d.heads = a.batch * (d.heads_as_rows ? a.kv_heads : a.q_heads);
   const int64_t rows = d.heads_as_rows ? a.q_len * d.group : a.q_len;
-  d.rows = kRows * (larger(a.head_dim, a.value_dim) > 128 ? 2 : 4);
+  d.rows = kRows * (larger(a.head_dim, a.value_dim) > 128 ? 2 : 8);
   bool sparse = false;
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
   if (sparse) d.rows = kRows * kMostStrips;  // few strips meet a tile, so more share its packing
@@ -49,7 +49,7 @@ inline Division divide(const Arguments& a) {
 // A thread's memory: O(tile).
 struct Workspace {
   float *q, *k, *v, *cleaned, *scores, *out;
-  RowState* state;
+  RowStates state;
   uint64_t* words;
   Strip* strips;
 
@@ -66,12 +66,15 @@ struct Workspace {
     float* cleaned = take(size_t(kChunkKeys * d.v_columns));
     float* scores = take(size_t(kRows * kChunkKeys));
     float* out = take(size_t(d.rows * d.v_columns));
-    float* state = take(size_t(d.rows) * sizeof(RowState) / 4);
+    // whole strips, of which the soft-max steps through vectors of rows
+    const size_t rows = size_t(round_up(d.rows, kRows));
+    float* maximum = take(rows);
+    float* sum = take(rows);
     float* words = take(size_t(kRows * kChunk) * 2);
     float* strips = take(sizeof(Strip) / 4 * kMostStrips);
     if (w) {
-      *w = {q, k, v, cleaned, scores, out, reinterpret_cast<RowState*>(state),
-            reinterpret_cast<uint64_t*>(words), reinterpret_cast<Strip*>(strips)};
+      *w = {q, k, v, cleaned, scores, out, {maximum, sum}, reinterpret_cast<uint64_t*>(words),
+            reinterpret_cast<Strip*>(strips)};
     }
     return used * sizeof(float);
   }
@@ -80,7 +83,7 @@ struct Workspace {
 // The memory in which parts of the keys meet: sums of rows, their states, and a count of parts done.
 struct Parts {
   float* out = nullptr;
-  RowState* state = nullptr;
+  RowStates state{};
   int* done = nullptr;
 };
 
@@ -107,12 +110,12 @@ class Forward {
 
   bool make_parts() {
     const size_t rows = size_t(d_.items * d_.splits * d_.rows);
-    const size_t floats = rows * size_t(d_.v_columns), states = rows * sizeof(RowState);
-    memory_ = static_cast<float*>(__builtin_malloc(floats * 4 + states + size_t(d_.items) * sizeof(int)));
+    const size_t sums = rows * size_t(d_.v_columns);
+    memory_ = static_cast<float*>(__builtin_malloc((sums + 2 * rows) * sizeof(float) + size_t(d_.items) * sizeof(int)));
     if (!memory_) return false;
     parts_.out = memory_;
-    parts_.state = reinterpret_cast<RowState*>(memory_ + floats);
-    parts_.done = reinterpret_cast<int*>(parts_.state + rows);
+    parts_.state = {memory_ + sums, memory_ + sums + rows};
+    parts_.done = reinterpret_cast<int*>(memory_ + sums + 2 * rows);
     std::memset(parts_.done, 0, size_t(d_.items) * sizeof(int));
     return true;
   }
@@ -208,7 +211,8 @@ class Forward {
 
   void keep(const Workspace& w, const Item& item, int64_t place) {
     std::memcpy(parts_.out + place * d_.rows * d_.v_columns, w.out, size_t(item.rows * d_.v_columns) * 4);
-    std::memcpy(parts_.state + place * d_.rows, w.state, size_t(item.rows) * sizeof(RowState));
+    std::memcpy(parts_.state.maximum + place * d_.rows, w.state.maximum, size_t(item.rows) * 4);
+    std::memcpy(parts_.state.sum + place * d_.rows, w.state.sum, size_t(item.rows) * 4);
   }
 
   // In the order of the keys, whichever part was done first.
@@ -217,26 +221,26 @@ class Forward {
     for (int64_t r = 0; r < item.rows; ++r) {
       float top = -kInfinity;
       for (int64_t i = 0; i < d_.splits; ++i) {
-        const float m = parts_.state[(number * d_.splits + i) * d_.rows + r].maximum;
+        const float m = parts_.state.maximum[(number * d_.splits + i) * d_.rows + r];
         top = m > top ? m : top;
       }
       float* out = w.out + r * d_.v_columns;
       std::memset(out, 0, size_t(d_.v_columns) * 4);
-      RowState total{top, 0.0f};
+      float total = 0;
       for (int64_t i = 0; i < d_.splits; ++i) {
         const int64_t place = (number * d_.splits + i) * d_.rows + r;
-        const RowState& part = parts_.state[place];
-        // a part without visible keys has sum 0; one of NaN scores has no maximum, but a NaN sum
-        const float weight = part.maximum == -kInfinity ? (part.sum == 0 ? 0.0f : 1.0f)
-                                                        : exp2_scalar<S, 5>((part.maximum - top) * unit);
-        if (part.sum == 0) continue;
-        total.sum += part.sum * weight;
+        const float maximum = parts_.state.maximum[place], sum = parts_.state.sum[place];
+        if (sum == 0) continue;  // no visible keys
+        // NaN scores leave no maximum, but a NaN sum
+        const float weight = maximum == -kInfinity ? 1.0f : exp2_scalar<S, 5>((maximum - top) * unit);
+        total += sum * weight;
         const float* from = parts_.out + place * d_.v_columns;
         const typename S::Vec f = S::fill(weight);
         for (int64_t c = 0; c < d_.v_columns; c += S::kLanes)
           S::store(out + c, S::fma(S::load(from + c), f, S::load(out + c)));
       }
-      w.state[r] = total;
+      w.state.maximum[r] = top;
+      w.state.sum[r] = total;
     }
   }
 
@@ -244,7 +248,10 @@ class Forward {
   // `careful`: a masked value that is not finite would reach rows as 0 * NaN, so each row gets
   // values of its own in which what it does not see is 0; same products, same order.
   void attend(Workspace& w, const Item& item, int64_t split, int64_t splits, bool careful) {
-    for (int64_t r = 0; r < item.rows; ++r) w.state[r] = {-kInfinity, 0.0f};
+    for (int64_t r = 0; r < round_up(item.rows, kRows); ++r) {
+      w.state.maximum[r] = -kInfinity;
+      w.state.sum[r] = 0;
+    }
     std::memset(w.out, 0, size_t(item.rows * d_.v_columns) * 4);
     pack_queries(w, item);
     Span keys = item_span(w, item);
@@ -352,11 +359,12 @@ class Forward {
       if (visit.mixed[n]) hide<S>(w.words + int64_t{n} * kRows, s.count, tile.columns, to, kChunkKeys);
       offset += tile.columns;
     }
-    RowState* state = w.state + int64_t{index} * kRows;
     float* out = w.out + int64_t{index} * kRows * d_.v_columns;
+    alignas(64) float shrink[kRows];
+    const RowStates state{w.state.maximum + int64_t{index} * kRows, w.state.sum + int64_t{index} * kRows};
+    soften_rows(w.scores, s.count, visit.columns, state, shrink);
     for (int r = 0; r < s.count; ++r) {
-      const float shrink = soften(w.scores + r * kChunkKeys, visit.columns, state[r]);
-      if (shrink != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink);
+      if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
     }
     if (careful) {
       values_by_row(w, s, visit, out);
@@ -367,14 +375,14 @@ class Forward {
     }
   }
 
-  float soften(float* row, int columns, RowState& state) const {
+  void soften_rows(float* scores, int rows, int columns, RowStates state, float* shrink) const {
     switch (scores_) {
       case Scores::folded:
-        return softmax_row<S, U, Scores::folded>(row, columns, factor_, state);
+        return soften<S, U, Scores::folded>(scores, kChunkKeys, rows, columns, factor_, state, shrink);
       case Scores::raw:
-        return softmax_row<S, U, Scores::raw>(row, columns, factor_, state);
+        return soften<S, U, Scores::raw>(scores, kChunkKeys, rows, columns, factor_, state, shrink);
       default:
-        return softmax_row<S, U, Scores::natural>(row, columns, factor_, state);
+        return soften<S, U, Scores::natural>(scores, kChunkKeys, rows, columns, factor_, state, shrink);
     }
   }
 
@@ -433,17 +441,18 @@ class Forward {
       const Strip& s = w.strips[i];
       for (int r = 0; r < s.count; ++r) {
         const int64_t row = int64_t{i} * kRows + r;
-        fine &= finish_row(item, s.head[r], s.t[r], w.state[row], w.out + row * d_.v_columns);
+        fine &= finish_row(item, s.head[r], s.t[r], w.state.maximum[row], w.state.sum[row],
+                           w.out + row * d_.v_columns);
       }
     }
     return fine;
   }
 
-  bool finish_row(const Item& item, int64_t head, int64_t t, RowState state, const float* sums) {
+  bool finish_row(const Item& item, int64_t head, int64_t t, float maximum, float sum, const float* sums) {
     // natural scores are kept as they are: the largest floats times log2(e) are infinite
     const bool natural = scores_ == Scores::natural;
     const float to_log2 = natural ? kLog2E : 1.0f;
-    float maximum = state.maximum, sum = state.sum, shrink = 1.0f;
+    float shrink = 1.0f;
     for (int64_t m = 0; a_.sinks && m < a_.sink_count; ++m) {
       const float sink = a_.sinks[head * a_.sink_count + m] * (natural ? 1.0f : kLog2E);
       if (sink > maximum) {

@@ -120,23 +120,32 @@ struct Simd {
     }
   }
 
-  // Lane i of the result is the sum of the lanes of x[i]: a transposition that adds on its way.
+  // Lane i of the result is the sum (the largest) of the lanes of x[i].
   static POLYATTN_INLINE Vec lane_sums(Vec (&x)[16]) {
-    Vec y[8], z[4];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-      y[i] = add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
-      z[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    const Vec low = add(_mm512_shuffle_f32x4(z[0], z[1], 0x88), _mm512_shuffle_f32x4(z[0], z[1], 0xdd));
-    const Vec high = add(_mm512_shuffle_f32x4(z[2], z[3], 0x88), _mm512_shuffle_f32x4(z[2], z[3], 0xdd));
-    return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+    return across(x, [](Vec a, Vec b) { return add(a, b); });
+  }
+  static POLYATTN_INLINE Vec lane_maxima(Vec (&x)[16]) {
+    return across(x, [](Vec a, Vec b) { return max(a, b); });
   }
 
  private:
+  // A transposition that joins on its way.
+  template <class Join>
+  static POLYATTN_INLINE Vec across(Vec (&x)[16], Join join) {
+    Vec y[8], z[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      y[i] = join(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
+      z[i] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const Vec low = join(_mm512_shuffle_f32x4(z[0], z[1], 0x88), _mm512_shuffle_f32x4(z[0], z[1], 0xdd));
+    const Vec high = join(_mm512_shuffle_f32x4(z[2], z[3], 0x88), _mm512_shuffle_f32x4(z[2], z[3], 0xdd));
+    return join(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  }
+
   static POLYATTN_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
   static POLYATTN_INLINE Vec widen(__m256i x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));

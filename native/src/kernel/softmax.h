@@ -20,10 +20,10 @@ POLYATTN_INLINE void store_probabilities(float* row, int i, typename S::Vec a, t
   }
 }
 
-// scores -> units of probabilities, in place; returns their sum. The argument of the exponential
-// is what `argument` makes of a score.
+// scores -> units of probabilities, in place; their sums, lane by lane, to `lanes`. The argument of
+// the exponential is what `argument` makes of a score.
 template <class S, class U, class Argument>
-POLYATTN_INLINE float exponentials(float* row, int columns, Argument argument) {
+POLYATTN_INLINE void exponentials(float* row, int columns, float* lanes, Argument argument) {
   constexpr int W = S::kLanes;
   typename S::Vec sum0 = S::zero(), sum1 = S::zero();
   int i = 0;
@@ -43,11 +43,12 @@ POLYATTN_INLINE float exponentials(float* row, int columns, Argument argument) {
       S::store(row + i / 2, S::pairs(a, S::zero()));
     }
   }
-  return S::sum(S::add(sum0, sum1));
+  S::store(lanes, S::add(sum0, sum1));
 }
 
+// The largest of the scores, lane by lane.
 template <class S>
-POLYATTN_INLINE float row_maximum(const float* row, int columns) {
+POLYATTN_INLINE void maxima(const float* row, int columns, float* lanes) {
   constexpr int W = S::kLanes;
   typename S::Vec m0 = S::fill(-kInfinity), m1 = m0;
   int i = 0;
@@ -56,12 +57,14 @@ POLYATTN_INLINE float row_maximum(const float* row, int columns) {
     m1 = S::max(S::load(row + i + W), m1);
   }
   if (i < columns) m0 = S::max(S::load(row + i), m0);
-  return S::largest(S::max(m0, m1));
+  S::store(lanes, S::max(m0, m1));
 }
 
-struct RowState {
-  float maximum;  // of folded and raw scores in units of log2, of natural ones as they are
-  float sum;
+// The running state of a strip's rows. Maxima of folded and raw scores are in units of log2, of
+// natural ones as they are.
+struct RowStates {
+  float* maximum;
+  float* sum;
 };
 
 // Scalar 2^x with the polynomial of the vectors.
@@ -72,36 +75,65 @@ POLYATTN_INLINE float exp2_scalar(float x) {
   return lanes[0];
 }
 
-// `factor`: scale * log2(e), for raw scores. Returns the factor by which older sums shrink.
 template <class S, class U, Scores kScores>
-POLYATTN_INLINE float softmax_row(float* row, int columns, float factor, RowState& state) {
-  float top = row_maximum<S>(row, columns);
-  if (kScores == Scores::raw) top *= factor;
-  const float before = state.maximum;
-  const float maximum = top > before ? top : before;
-  const float shift = maximum == -kInfinity ? 0.0f : maximum;  // nothing seen yet: exp(-inf - 0)
-  float sum;
+POLYATTN_INLINE void soften_row(float* row, int columns, float factor, float shift, float* lanes) {
+  using Vec = typename S::Vec;
   if constexpr (kScores == Scores::folded) {
-    const typename S::Vec m = S::fill(shift);
-    sum = exponentials<S, U>(row, columns, [&](typename S::Vec s) { return S::sub(s, m); });
+    const Vec m = S::fill(shift);
+    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::sub(s, m); });
   } else if constexpr (kScores == Scores::natural) {
-    const typename S::Vec m = S::fill(shift), unit = S::fill(kLog2E);
-    sum = exponentials<S, U>(row, columns, [&](typename S::Vec s) { return S::mul(S::sub(s, m), unit); });
+    const Vec m = S::fill(shift), unit = S::fill(kLog2E);
+    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::mul(S::sub(s, m), unit); });
   } else if (shift > kLargeScore || shift < -kLargeScore) {
-    const typename S::Vec m = S::fill(shift), f = S::fill(factor);
-    sum = exponentials<S, U>(row, columns, [&](typename S::Vec s) { return S::sub(S::mul(s, f), m); });
+    const Vec m = S::fill(shift), f = S::fill(factor);
+    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::sub(S::mul(s, f), m); });
   } else {
-    const typename S::Vec m = S::fill(-shift), f = S::fill(factor);
-    sum = exponentials<S, U>(row, columns, [&](typename S::Vec s) { return S::fma(s, f, m); });
+    const Vec m = S::fill(-shift), f = S::fill(factor);
+    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::fma(s, f, m); });
   }
-  float shrink = 1.0f;
-  if (maximum != before) {
-    const float unit = kScores == Scores::natural ? kLog2E : 1.0f;
-    shrink = before == -kInfinity ? 0.0f : exp2_scalar<S, 5>((before - shift) * unit);
-    state.maximum = maximum;
+}
+
+// Sums over lanes are taken for W rows at once, so that no row waits for its own.
+template <class S, class Reduce>
+POLYATTN_INLINE typename S::Vec across(const float* lanes, Reduce reduce) {
+  typename S::Vec x[S::kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < S::kLanes; ++i) x[i] = S::load(lanes + i * S::kLanes);
+  return reduce(x);
+}
+
+// A step for all rows of a strip. `scores`: rows of `stride` floats. `factor`: scale * log2(e), for
+// raw scores. `shrink[r]` receives the factor by which older sums of row r must shrink. The arrays
+// of `state` and `shrink` have room for kRows rows.
+template <class S, class U, Scores kScores>
+__attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, int columns, float factor,
+                                      RowStates state, float* shrink) {
+  using Vec = typename S::Vec;
+  constexpr int W = S::kLanes;
+  alignas(64) float lanes[kRows * W];
+  alignas(64) float shift[kRows];
+  const int padded = int(round_up(rows, W));
+  for (int r = 0; r < rows; ++r) maxima<S>(scores + r * stride, columns, lanes + r * W);
+  for (int r = rows * W; r < padded * W; ++r) lanes[r] = 0;
+  const Vec nothing = S::fill(-kInfinity), unit = S::fill(kScores == Scores::natural ? kLog2E : 1.0f);
+  for (int r = 0; r < padded; r += W) {
+    Vec top = across<S>(lanes + r * W, [](Vec(&x)[W]) { return S::lane_maxima(x); });
+    if (kScores == Scores::raw) top = S::mul(top, S::fill(factor));
+    const Vec before = S::load(state.maximum + r);
+    const Vec maximum = S::max(top, before);
+    // nothing seen yet: exp(-inf - 0)
+    const Vec base = S::less_select(nothing, maximum, maximum, S::zero());
+    const Vec change = S::less_select(before, maximum, S::mul(S::sub(before, base), unit), S::zero());
+    S::store(shrink + r, S::less_select(before, maximum, S::template exp2<5>(change), S::fill(1.0f)));
+    S::store(state.maximum + r, maximum);
+    S::store(shift + r, base);
   }
-  state.sum = state.sum * shrink + sum;
-  return shrink;
+  for (int r = 0; r < rows; ++r)
+    soften_row<S, U, kScores>(scores + r * stride, columns, factor, shift[r], lanes + r * W);
+  for (int r = 0; r < padded; r += W) {
+    const Vec sum = across<S>(lanes + r * W, [](Vec(&x)[W]) { return S::lane_sums(x); });
+    S::store(state.sum + r, S::fma(S::load(state.sum + r), S::load(shrink + r), sum));
+  }
 }
 
 template <class S>

@@ -6,7 +6,7 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-constexpr int kChunk = 4;  // tiles
+constexpr int kChunk = 8;  // tiles
 constexpr int64_t kChunkKeys = kChunk * kTile;
 
 struct Tile {

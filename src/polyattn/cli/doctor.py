@@ -22,8 +22,9 @@ from polyattn.registry import Available, registry
 __all__ = ["main"]
 
 SUMMARY = """Every backend: available or why not, its version, how to get it; torch, the device, the
-instruction sets, the native kernels, the tuning table, the settings. Exit code 1 if something that was asked for is
-amiss: a backend named here or in POLYATTN_BACKEND, a setting, a plugin, the cache directory."""
+instruction sets, the native kernels, the tuning table, the settings. Exit code 1 if something that
+was asked for is amiss: a backend named here or in POLYATTN_BACKEND, a setting, a plugin, the cache
+directory."""
 
 _ISA = (
     "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile",

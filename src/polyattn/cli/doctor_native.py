@@ -27,7 +27,7 @@ int main() { int one[1] = {1}; return twice(int(std::span<int>(one).size())); }
 
 
 def native_report(amiss: list[str]) -> dict[str, Any]:
-    """Examine the extension module; add to `amiss` an instruction set that was asked for in vain."""
+    """Examine the extension; add to `amiss` an instruction set that was asked for in vain."""
     found = module.status()
     if isinstance(found, Missing):
         return {

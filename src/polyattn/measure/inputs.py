@@ -54,6 +54,8 @@ def build(case: Case, seed: int = 0) -> Inputs:
         raise TuningError("got a problem on cuda, but torch sees no CUDA device here.")
     if problem.sinks_grad:
         raise TuningError("got sinks that need a gradient, which tuning does not rebuild.")
+    if problem.paged is not None:
+        raise TuningError("got keys in pages, which tuning does not rebuild.")
     generator = torch.Generator().manual_seed(seed)
     device = torch.device(problem.device)
     dtype = getattr(torch, problem.dtype)

@@ -110,7 +110,7 @@ def _missing(error: ImportError) -> Missing:
     if found:
         reason = f"{found[0]} was built for another Python, this one loads *{suffixes[0]}"
         return Missing(reason, how_to_build())
-    reason = "this installation is pure Python: its build found no C++20 compiler or CMake, or failed"
+    reason = "this installation is pure Python: its build found no C++20 compiler or no CMake"
     return Missing(reason, how_to_build())
 
 

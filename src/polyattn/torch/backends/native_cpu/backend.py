@@ -29,6 +29,7 @@ __all__ = ["load"]
 
 Kernel = Callable[..., Any]
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_WATCHERS = _are_functorch_transforms_active, _len_torch_dispatch_stack, _get_tracing_state
 _STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})  # masks without arrays
 
 
@@ -139,48 +140,83 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     All that the problem fixes is made here once; a call takes pointers and strides.
     """
     p = problem
-    run, isa, threads = module.load().forward, module.isa_index(), torch.get_num_threads
-    _, scale, softcap = constants
-    code, turned = DTYPES[getattr(torch, p.dtype)], p.layout == "BTNH"
-    b, n, t, hv = p.batch, p.heads, p.q_len, p.value_dim
-    sizes = (b, n, p.kv_heads, t, p.kv_len, p.head_dim, hv)
-    by_rows, by_heads = (b, t, n, hv), (b, n, t, hv)
-    rows_first, heads_first = (t * n * hv, hv, n * hv), (t * n * hv, t * hv, hv)
-    plain, functorch = _PLAIN, _are_functorch_transforms_active  # in cells: quicker than globals
-    modes, tracing = _len_torch_dispatch_stack, _get_tracing_state
+    sizes = (p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.value_dim)
+    code = DTYPES[getattr(torch, p.dtype)]
+    fixed = (module.isa_index(), code, sizes, constants.scale, constants.softcap)
     terms: Any = () if p.mask is None else None  # of the mask; without arrays, so always the same
+
+    def terms_for(mask: Any, q: Tensor, k: Tensor) -> Any:
+        nonlocal terms
+        if terms is None:
+            terms = terms_of(program_of(mask, q, k, "BTNH")[0], (), "BTNH")[0]
+        return terms
+
+    return (_rows_first if p.layout == "BTNH" else _heads_first)(p, fixed, terms_for, careful)
+
+
+def _rows_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -> Kernel:
+    """The bare kernel for (B, T, N, H)."""
+    run, threads, plain = module.load().forward, torch.get_num_threads, _PLAIN
+    isa, code, sizes, scale, softcap = fixed
+    b, n, t, width = problem.batch, problem.heads, problem.q_len, problem.value_dim
+    shape, batch, row, masked = (b, t, n, width), t * n * width, n * width, problem.mask is not None
+    functorch, modes, tracing = _WATCHERS  # in cells: quicker than globals
+    empty_like, alike = torch.empty_like, width == problem.head_dim
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        nonlocal terms
         if not (
             type(q) in plain and type(k) in plain and type(v) in plain
             and not functorch() and not modes() and tracing() is None
             and forward_ad._current_level < 0
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
-        if terms is None:
-            terms = terms_of(program_of(mask, q, k, "BTNH")[0], (), "BTNH")[0]
         q0, q1, q2, _ = q.stride()
         k0, k1, k2, _ = k.stride()
         v0, v1, v2, _ = v.stride()
-        if turned:
-            out = q.new_empty(by_rows)
-            run(
-                isa, threads(), code, sizes, scale, softcap, (q.data_ptr(), q0, q2, q1),
-                (k.data_ptr(), k0, k2, k1), (v.data_ptr(), v0, v2, v1),
-                (out.data_ptr(), *rows_first), None, terms, None, None, None, None, None,
-            )  # fmt: skip
-            return out
-        swapped = q1 < q2
-        out = q.new_empty(by_rows if swapped else by_heads)
+        # empty_like is the quicker of the two, and for contiguous tensors the same
+        out = empty_like(q) if alike and q.is_contiguous() else q.new_empty(shape)
+        run(
+            isa, threads(), code, sizes, scale, softcap, (q.data_ptr(), q0, q2, q1),
+            (k.data_ptr(), k0, k2, k1), (v.data_ptr(), v0, v2, v1),
+            (out.data_ptr(), batch, width, row), None, terms_for(mask, q, k) if masked else (),
+            None, None, None, None, None,
+        )  # fmt: skip
+        return out
+
+    return kernel
+
+
+def _heads_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -> Kernel:
+    """The bare kernel for (B, N, T, H); where it lies as (B, T, N, H) so does the output."""
+    run, threads, plain = module.load().forward, torch.get_num_threads, _PLAIN
+    isa, code, sizes, scale, softcap = fixed
+    b, n, t, width = problem.batch, problem.heads, problem.q_len, problem.value_dim
+    batch, masked = n * t * width, problem.mask is not None
+    functorch, modes, tracing = _WATCHERS
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        if not (
+            type(q) in plain and type(k) in plain and type(v) in plain
+            and not functorch() and not modes() and tracing() is None
+            and forward_ad._current_level < 0
+        ):  # fmt: skip
+            return careful(q, k, v, mask, bias, sinks)
+        q0, q1, q2, _ = q.stride()
+        k0, k1, k2, _ = k.stride()
+        v0, v1, v2, _ = v.stride()
+        turned = q1 < q2
+        out = q.new_empty((b, t, n, width) if turned else (b, n, t, width))
+        head, row = (width, n * width) if turned else (t * width, width)
         run(
             isa, threads(), code, sizes, scale, softcap, (q.data_ptr(), q0, q1, q2),
             (k.data_ptr(), k0, k1, k2), (v.data_ptr(), v0, v1, v2),
-            (out.data_ptr(), *(rows_first if swapped else heads_first)), None, terms,
+            (out.data_ptr(), batch, head, row), None, terms_for(mask, q, k) if masked else (),
             None, None, None, None, None,
         )  # fmt: skip
-        return out.transpose(1, 2) if swapped else out
+        return out.transpose(1, 2) if turned else out
 
     return kernel

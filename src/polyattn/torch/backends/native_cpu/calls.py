@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyattn import settings
 from polyattn.native import module
 from polyattn.torch.backends.native_cpu.arguments import (
     DTYPES,
@@ -51,6 +53,15 @@ class Needs(NamedTuple):
     sinks: bool
 
 
+_ISA = "POLYATTN_NATIVE_ISA"
+
+
+@functools.cache
+def _isa(wanted: str | None) -> int:
+    """Return the instruction set to use; parsed once for each value of the variable."""
+    return module.isa_index()
+
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -79,13 +90,13 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the forward kernel; tensors in the call's layout, of one dtype, any strides."""
     layout, scale, softcap = constants
+    out = empty_like_rows(q, v.shape[-1], layout)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     found, packed, sequences = terms_of(extras.codes, extras.arrays, layout)
     bias, slopes, sinks = _in_kernel_dtypes(extras)
-    out = empty_like_rows(q, v.shape[-1], layout)
     lse = empty_lse(q, layout) if wants_lse else None
     module.load().forward(
-        module.isa_index(), torch.get_num_threads(), DTYPES[q.dtype],
+        _isa(settings.raw(_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
         sizes_of(q, k, v, layout, sequences), scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), array(out, layout),
         None if lse is None else rows(lse, layout), found, packed,
@@ -105,6 +116,7 @@ def backward(
     `dout`, `dlse`: the gradients that come in, None for zeros.
     """
     layout, scale, softcap = constants
+    dq, dk, dv = (empty_like_rows(x, x.shape[-1], layout) for x in (q, k, v))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     dout = torch.zeros_like(out) if dout is None else dense_rows(dout.to(out.dtype))
     lse, delta = lse.contiguous(), _delta(dout, out, dlse, layout)
@@ -115,9 +127,8 @@ def backward(
         if any(n > 1 and s == 0 for n, s in zip(bias.shape, bias.stride(), strict=True)):
             bias = bias.contiguous()  # each of its entries has a gradient of its own
         dbias = bias.new_zeros(bias.shape, dtype=torch.float32)
-    dq, dk, dv = (empty_like_rows(x, x.shape[-1], layout) for x in (q, k, v))
     module.load().backward(
-        module.isa_index(), torch.get_num_threads(), DTYPES[q.dtype],
+        _isa(settings.raw(_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
         sizes_of(q, k, v, layout, sequences), scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), rows(lse, layout), found, packed,
         None if bias is None else bias_argument(bias),
