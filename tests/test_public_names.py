@@ -13,7 +13,7 @@ PROMISED = {
     "polyattn": {
         *("Full", "Causal", "Window", "Padding", "Packed", "Segments", "PrefixLM", "BlockMap"),
         *("Dense", "DenseBias", "Alibi", "Problem"),
-        *("use_backend", "set_backend", "record_selections"),
+        *("use_backend", "set_backend", "record_selections", "numpy_attention"),
     },
     "polyattn.torch": {"attention", "explain", "plan", "scaled_dot_product_attention"},
 }

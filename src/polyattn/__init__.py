@@ -1,7 +1,7 @@
 """One attention call that runs on the best kernel of the machine and says why it chose it.
 
 This module is framework-free: it imports neither torch nor jax. The calls themselves are in
-``polyattn.torch``.
+``polyattn.torch``; ``numpy_attention`` imports NumPy when it is called.
 
 >>> from polyattn import Causal, Window
 >>> Causal() & Window(left=255)
@@ -35,6 +35,7 @@ from polyattn.masks import (
     Segments,
     Window,
 )
+from polyattn.numpy_front import numpy_attention
 from polyattn.problem import Problem
 from polyattn.requests import record_selections, set_backend, use_backend
 from polyattn.selection import Selection
@@ -67,6 +68,7 @@ __all__ = [
     "Unsupported",
     "Window",
     "__version__",
+    "numpy_attention",
     "record_selections",
     "set_backend",
     "use_backend",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 
-__all__ = ["processor"]
+__all__ = ["processor", "processors_usable"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -25,3 +26,14 @@ def processor() -> tuple[str, frozenset[str]]:
         found = {}
     model = found.get("model name") or platform.processor() or platform.machine()
     return model, frozenset((found.get("flags") or found.get("Features") or "").split())
+
+
+def processors_usable() -> int:
+    """Return how many processors this process may run on, at least 1.
+
+    >>> processors_usable() >= 1
+    True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

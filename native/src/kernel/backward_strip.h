@@ -72,19 +72,19 @@ class BackwardStrip {
     const int64_t pairs = kChunkKeys / U::kValues;
     Workspace local;
     Workspace& to = w ? *w : local;
-    to.keys_t = take(k_units_ * kChunkKeys);
+    to.keys_t = take(k_units_ * kScoreRow);
     to.keys = take(pairs * k_columns_);
-    to.values_t = take(v_units_ * kChunkKeys);
+    to.values_t = take(v_units_ * kScoreRow);
     to.q = take(kRows * k_row_);
     to.q_rows = take(kHalf * k_columns_);
     to.dout = take(kRows * v_row_);
     to.dout_rows = take(kHalf * v_columns_);
-    to.scores = take(kRows * kChunkKeys);
-    to.dscores = take(kRows * kChunkKeys);
-    to.slopes = take(a_.softcap > 0 ? kRows * kChunkKeys : 0);
+    to.scores = take(kRows * kScoreRow);
+    to.dscores = take(kRows * kScoreRow);
+    to.slopes = take(a_.softcap > 0 ? kRows * kScoreRow : 0);
     // float operands are read down the columns of P and dS themselves
-    to.p_columns = take(U::kValues > 1 ? kHalf * kChunkKeys : 0);
-    to.ds_columns = take(U::kValues > 1 ? kHalf * kChunkKeys : 0);
+    to.p_columns = take(U::kValues > 1 ? kHalf * kScoreRow : 0);
+    to.ds_columns = take(U::kValues > 1 ? kHalf * kScoreRow : 0);
     to.dk = take(kChunkKeys * k_columns_);
     to.dv = take(kChunkKeys * v_columns_);
     to.cleaned = take(pairs * larger(k_columns_, v_columns_));
@@ -101,8 +101,8 @@ class BackwardStrip {
     const int64_t n = end - begin, padded = round_up(n, 2 * W);
     auto key = [&](int64_t j) { return row<const T>(a_.k, q, kv_head, q.kv_base + begin + j); };
     auto value = [&](int64_t j) { return row<const T>(a_.v, q, kv_head, q.kv_base + begin + j); };
-    pack_transposed<S, U, T>(key, n, round_up(n, W), a_.head_dim, w.keys_t, kChunkKeys, 0);
-    pack_transposed<S, U, T>(value, n, round_up(n, W), a_.value_dim, w.values_t, kChunkKeys, 0);
+    pack_transposed<S, U, T>(key, n, round_up(n, W), a_.head_dim, w.keys_t, kScoreRow, 0);
+    pack_transposed<S, U, T>(value, n, round_up(n, W), a_.value_dim, w.values_t, kScoreRow, 0);
     pack_rows<S, U, T>(key, n, smaller(padded, kChunkKeys), a_.head_dim, w.keys, k_columns_, 0);
     std::memset(w.dk, 0, size_t(kChunkKeys * k_columns_) * 4);
     std::memset(w.dv, 0, size_t(kChunkKeys * v_columns_) * 4);
@@ -136,10 +136,10 @@ class BackwardStrip {
         continue;
       }
       const Piece p{columns_of(w.scores, w.p_columns) + at, w.dout_rows, rows / U::kValues};
-      multiply<S, U, true>(&p, 1, {1, kChunkKeys, v_columns_, v_columns_}, tile.keys, v_columns_,
+      multiply<S, U, Into::add>(&p, 1, {1, kScoreRow, v_columns_, v_columns_}, tile.keys, v_columns_,
                            w.dv + at * v_columns_);
       const Piece ds{columns_of(w.dscores, w.ds_columns) + at, w.q_rows, rows / U::kValues};
-      multiply<S, U, true>(&ds, 1, {1, kChunkKeys, k_columns_, k_columns_}, tile.keys, k_columns_,
+      multiply<S, U, Into::add>(&ds, 1, {1, kScoreRow, k_columns_, k_columns_}, tile.keys, k_columns_,
                            w.dk + at * k_columns_);
     }
     queries(w, s, visit, dq, careful);
@@ -155,7 +155,7 @@ class BackwardStrip {
       for (int r = 0; r < s.count; ++r) {
         const RowFacts f = facts(q, s, r, bits);
         for (int i = 0; i < tile.columns; i += W) {
-          const int64_t place = r * kChunkKeys + int64_t{tile.slot} * kTile + i;
+          const int64_t place = r * kScoreRow + int64_t{tile.slot} * kTile + i;
           Vec score = S::load(w.scores + place);
           if (bits) score = S::select(f.bits >> i, score, S::fill(-kInfinity));
           Vec grad = S::mul(probability<5>(score, f), S::sub(S::load(w.dscores + place), S::fill(f.delta)));
@@ -193,10 +193,10 @@ class BackwardStrip {
   void products(Workspace& w, const Sequence& q, const Strip& s, const Tile& tile) const {
     const int64_t at = int64_t{tile.slot} * kTile;
     const Piece score{w.q, w.keys_t + at, k_units_}, product{w.dout, w.values_t + at, v_units_};
-    multiply<S, U, false>(&score, 1, {k_row_, 1, kChunkKeys, kChunkKeys}, s.count, tile.columns, w.scores + at);
-    multiply<S, U, false>(&product, 1, {v_row_, 1, kChunkKeys, kChunkKeys}, s.count, tile.columns, w.dscores + at);
+    multiply<S, U, Into::set>(&score, 1, {k_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns, w.scores + at);
+    multiply<S, U, Into::set>(&product, 1, {v_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns, w.dscores + at);
     if (scores_ == Scores::natural) {
-      adjust<S>(a_, q, s, tile.j0, tile.keys, adjusting_, w.scores + at, kChunkKeys,
+      adjust<S>(a_, q, s, tile.j0, tile.keys, adjusting_, w.scores + at, kScoreRow,
                 a_.softcap > 0 ? w.slopes + at : nullptr);
     }
   }
@@ -245,7 +245,7 @@ class BackwardStrip {
             continue;
           }
           const RowFacts& f = k == 0 ? first : second;
-          const int64_t place = (r + k) * kChunkKeys + at + i + v * W;
+          const int64_t place = (r + k) * kScoreRow + at + i + v * W;
           Vec score = S::load(w.scores + place), grad = S::load(w.dscores + place);
           if (bits) score = S::select(f.bits >> (i + v * W), score, S::fill(-kInfinity));
           const Vec prob = probability<U::kDegree>(score, f);
@@ -265,20 +265,20 @@ class BackwardStrip {
     if constexpr (U::kValues == 1) {
       for (int k = 0; k < (two ? 2 : 1); ++k) {
         for (int v = 0; v < vectors; ++v) {
-          S::store(w.scores + (r + k) * kChunkKeys + at + v * W, p[k][v]);
-          S::store(w.dscores + (r + k) * kChunkKeys + at + v * W, ds[k][v]);
+          S::store(w.scores + (r + k) * kScoreRow + at + v * W, p[k][v]);
+          S::store(w.dscores + (r + k) * kScoreRow + at + v * W, ds[k][v]);
         }
       }
     } else {
       for (int v = 0; v < vectors; ++v) {
-        const int64_t place = int64_t{r} / 2 * kChunkKeys + at + v * W;
+        const int64_t place = int64_t{r} / 2 * kScoreRow + at + v * W;
         S::store(w.p_columns + place, S::zip(p[0][v], p[1][v]));
         S::store(w.ds_columns + place, S::zip(ds[0][v], ds[1][v]));
       }
       // pairs of neighbouring keys, packed to the front of the tile's part of the row
       const int64_t tile = at / kTile * kTile, inside = at - tile;
       for (int k = 0; k < (two ? 2 : 1); ++k)
-        S::store(w.dscores + (r + k) * kChunkKeys + tile + inside / 2, S::pairs(ds[k][0], ds[k][1]));
+        S::store(w.dscores + (r + k) * kScoreRow + tile + inside / 2, S::pairs(ds[k][0], ds[k][1]));
     }
   }
 
@@ -286,7 +286,7 @@ class BackwardStrip {
     if (!careful) {
       Piece pieces[kChunk];
       for (int n = 0; n < visit.tiles; ++n) pieces[n] = query_piece(w, visit.tile[n], 0);
-      multiply<S, U, true>(pieces, visit.tiles, {kChunkKeys, 1, k_columns_, k_columns_}, s.count, k_columns_, dq);
+      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, k_columns_, k_columns_}, s.count, k_columns_, dq);
       return;
     }
     for (int r = 0; r < s.count; ++r) {
@@ -298,14 +298,14 @@ class BackwardStrip {
         clean<U>(pieces[n].b, pieces[n].count, k_columns_, w.words[int64_t{n} * kRows + r], own);
         pieces[n].b = own;
       }
-      multiply<S, U, true>(pieces, visit.tiles, {kChunkKeys, 1, k_columns_, k_columns_}, 1, k_columns_,
+      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, k_columns_, k_columns_}, 1, k_columns_,
                            dq + r * k_columns_);
     }
   }
 
   Piece query_piece(const Workspace& w, const Tile& tile, int64_t r) const {
     const int64_t at = int64_t{tile.slot} * kTile;
-    return {w.dscores + r * kChunkKeys + at, w.keys + at / U::kValues * k_columns_, tile.columns / U::kValues};
+    return {w.dscores + r * kScoreRow + at, w.keys + at / U::kValues * k_columns_, tile.columns / U::kValues};
   }
 
   // Each key with the rows that see it only, so that no 0 meets what is not finite.
@@ -316,10 +316,10 @@ class BackwardStrip {
       for (int r = 0; r < s.count; ++r) seen |= (words[r] >> j & 1) << r;
       clean<U>(w.dout_rows, units, v_columns_, seen, w.cleaned);
       const Piece p{columns_of(w.scores, w.p_columns) + at + j, w.cleaned, units};
-      multiply<S, U, true>(&p, 1, {1, kChunkKeys, v_columns_, v_columns_}, 1, v_columns_, w.dv + (at + j) * v_columns_);
+      multiply<S, U, Into::add>(&p, 1, {1, kScoreRow, v_columns_, v_columns_}, 1, v_columns_, w.dv + (at + j) * v_columns_);
       clean<U>(w.q_rows, units, k_columns_, seen, w.cleaned);
       const Piece ds{columns_of(w.dscores, w.ds_columns) + at + j, w.cleaned, units};
-      multiply<S, U, true>(&ds, 1, {1, kChunkKeys, k_columns_, k_columns_}, 1, k_columns_, w.dk + (at + j) * k_columns_);
+      multiply<S, U, Into::add>(&ds, 1, {1, kScoreRow, k_columns_, k_columns_}, 1, k_columns_, w.dk + (at + j) * k_columns_);
     }
   }
 

@@ -75,7 +75,7 @@ class BiasGradient {
 
   void add(const typename Kernel::Workspace& w, const Sequence& q, const Strip& s, const Tile& tile) {
     for (int r = 0; r < s.count; ++r) {
-      const float* from = w.dscores + r * kChunkKeys + int64_t{tile.slot} * kTile;
+      const float* from = w.dscores + r * kScoreRow + int64_t{tile.slot} * kTile;
       float* to = a_.dbias + q.b * a_.dbias_batch + s.head[r] * a_.dbias_head + s.t[r] * a_.dbias_row;
       for (int i = 0; i < tile.keys; ++i) to[(tile.j0 + i) * a_.dbias_column] += from[i];
     }

@@ -64,7 +64,7 @@ struct Workspace {
     float* k = take(size_t(kChunkKeys * k_units));
     float* v = take(size_t(kChunkKeys * d.v_columns));
     float* cleaned = take(size_t(kChunkKeys * d.v_columns));
-    float* scores = take(size_t(kRows * kChunkKeys));
+    float* scores = take(size_t(kRows * kScoreRow));
     float* out = take(size_t(d.rows * d.v_columns));
     // whole strips, of which the soft-max steps through vectors of rows
     const size_t rows = size_t(round_up(d.rows, kRows));
@@ -339,30 +339,17 @@ class Forward {
   void strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) {
     const Strip& s = w.strips[index];
     const float* q = w.q + int64_t{index} * kRows * d_.q_units;
+    alignas(64) float tops[kRows * S::kLanes];
+    for (int i = 0; i < kRows; ++i) S::store(tops + i * S::kLanes, S::fill(-kInfinity));
     int offset = 0;
     for (int n = 0; n < visit.tiles; ++n) {
-      const Tile& tile = visit.tile[n];
-      float* to = w.scores + offset;
-      if (few(item)) {
-        auto key = [&](int64_t j) { return key_row(a_.k, item, tile.j0 + j); };
-        for (int r = 0; r < s.count; r += kQuad) {
-          few_scores<S, U, T>(q + r * d_.q_units, d_.q_units, key, tile.keys, a_.head_dim, few_ahead(a_.k, r),
-                              to + r * kChunkKeys, kChunkKeys);
-        }
-      } else {
-        const Piece piece{q, w.k + tile.slot * kTile * k_units_, k_units_};
-        multiply<S, U, false>(&piece, 1, {d_.q_units, 1, kTile, kChunkKeys}, s.count, tile.columns, to);
-      }
-      if (scores_ == Scores::natural) {
-        adjust<S>(a_, item.q, s, tile.j0, tile.keys, adjusting_, to, kChunkKeys);
-      }
-      if (visit.mixed[n]) hide<S>(w.words + int64_t{n} * kRows, s.count, tile.columns, to, kChunkKeys);
-      offset += tile.columns;
+      score_tile(w, item, s, q, visit, n, w.scores + offset, tops);
+      offset += visit.tile[n].columns;
     }
     float* out = w.out + int64_t{index} * kRows * d_.v_columns;
     alignas(64) float shrink[kRows];
     const RowStates state{w.state.maximum + int64_t{index} * kRows, w.state.sum + int64_t{index} * kRows};
-    soften_rows(w.scores, s.count, visit.columns, state, shrink);
+    soften_rows(w.scores, s.count, visit.columns, state, tops, shrink);
     for (int r = 0; r < s.count; ++r) {
       if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
     }
@@ -375,14 +362,37 @@ class Forward {
     }
   }
 
-  void soften_rows(float* scores, int rows, int columns, RowStates state, float* shrink) const {
+  // Scores of one tile, as the soft-max takes them, and what they raise the rows' maxima to.
+  void score_tile(Workspace& w, const Item& item, const Strip& s, const float* q, const Visit& visit, int n,
+                  float* to, float* tops) const {
+    const Tile& tile = visit.tile[n];
+    const Strides strides{d_.q_units, 1, kTile, kScoreRow};
+    const Piece piece{q, w.k + tile.slot * kTile * k_units_, k_units_};
+    if (few(item)) {
+      auto key = [&](int64_t j) { return key_row(a_.k, item, tile.j0 + j); };
+      for (int r = 0; r < s.count; r += kQuad) {
+        few_scores<S, U, T>(q + r * d_.q_units, d_.q_units, key, tile.keys, a_.head_dim, few_ahead(a_.k, r),
+                            to + r * kScoreRow, kScoreRow);
+      }
+    } else if (visit.mixed[n] || scores_ == Scores::natural) {
+      multiply<S, U, Into::set>(&piece, 1, strides, s.count, tile.columns, to);
+    } else {
+      multiply<S, U, Into::set_max>(&piece, 1, strides, s.count, tile.columns, to, tops);
+      return;
+    }
+    if (scores_ == Scores::natural) adjust<S>(a_, item.q, s, tile.j0, tile.keys, adjusting_, to, kScoreRow);
+    if (visit.mixed[n]) hide<S>(w.words + int64_t{n} * kRows, s.count, tile.columns, to, kScoreRow);
+    for (int r = 0; r < s.count; ++r) raise<S>(to + r * kScoreRow, tile.columns, tops + r * S::kLanes);
+  }
+
+  void soften_rows(float* scores, int rows, int columns, RowStates state, float* tops, float* shrink) const {
     switch (scores_) {
       case Scores::folded:
-        return soften<S, U, Scores::folded>(scores, kChunkKeys, rows, columns, factor_, state, shrink);
+        return soften<S, U, Scores::folded>(scores, kScoreRow, rows, columns, factor_, state, tops, shrink);
       case Scores::raw:
-        return soften<S, U, Scores::raw>(scores, kChunkKeys, rows, columns, factor_, state, shrink);
+        return soften<S, U, Scores::raw>(scores, kScoreRow, rows, columns, factor_, state, tops, shrink);
       default:
-        return soften<S, U, Scores::natural>(scores, kChunkKeys, rows, columns, factor_, state, shrink);
+        return soften<S, U, Scores::natural>(scores, kScoreRow, rows, columns, factor_, state, tops, shrink);
     }
   }
 
@@ -394,7 +404,7 @@ class Forward {
       pieces[n] = {p, packed_values(w, visit.tile[n]), units};
       p += units;
     }
-    multiply<S, U, true>(pieces, visit.tiles, {kChunkKeys, 1, d_.v_columns, d_.v_columns}, s.count, d_.v_columns, out);
+    multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, d_.v_columns, d_.v_columns}, s.count, d_.v_columns, out);
   }
 
   void values_of_few(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, float* out) const {
@@ -403,7 +413,7 @@ class Forward {
       const Tile& tile = visit.tile[n];
       auto value = [&](int64_t j) { return key_row(a_.v, item, tile.j0 + j); };
       for (int r = 0; r < s.count; r += kQuad) {
-        few_values<S, U, T>(p + r * kChunkKeys, kChunkKeys, value, tile.keys, a_.value_dim, few_ahead(a_.v, r),
+        few_values<S, U, T>(p + r * kScoreRow, kScoreRow, value, tile.keys, a_.value_dim, few_ahead(a_.v, r),
                             out + r * d_.v_columns, d_.v_columns);
       }
       p += tile.columns / U::kValues;
@@ -416,7 +426,7 @@ class Forward {
     const int64_t size = kTile / U::kValues * d_.v_columns;
     for (int r = 0; r < s.count; ++r) {
       Piece pieces[kChunk];
-      const float* p = w.scores + r * kChunkKeys;
+      const float* p = w.scores + r * kScoreRow;
       for (int n = 0; n < visit.tiles; ++n) {
         const Tile& tile = visit.tile[n];
         const float* v = packed_values(w, tile);
@@ -429,7 +439,7 @@ class Forward {
         pieces[n] = {p, v, units};
         p += units;
       }
-      multiply<S, U, true>(pieces, visit.tiles, {kChunkKeys, 1, d_.v_columns, d_.v_columns}, 1, d_.v_columns,
+      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, d_.v_columns, d_.v_columns}, 1, d_.v_columns,
                            out + r * d_.v_columns);
     }
   }

@@ -42,13 +42,20 @@ struct Strides {
   int64_t a_row, a_step, b_row, c_row;
 };
 
-template <class S, class U, int R, int C, bool kAdd>
-POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t row, int64_t column, float* c) {
+// What becomes of the sums. `set_max` also raises tops[row * lanes ..] to the largest of each lane.
+enum class Into { set, add, set_max };
+
+template <class S, class U, int R, int C, Into kInto>
+POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t row, int64_t column, float* c,
+                           float* tops) {
+  using Vec = typename S::Vec;
   Sums<S, R, C> sums;
+  c += row * s.c_row + column;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) sums.v[r][i] = kAdd ? S::load(c + r * s.c_row + i * S::kLanes) : S::zero();
+    for (int i = 0; i < C; ++i)
+      sums.v[r][i] = kInto == Into::add ? S::load(c + r * s.c_row + i * S::kLanes) : S::zero();
   }
   for (int p = 0; p < count; ++p) {
     accumulate<S, U, R, C>(sums, pieces[p].a + row * s.a_row, s.a_row, s.a_step, pieces[p].b + column, s.b_row,
@@ -58,41 +65,49 @@ POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t ro
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
     for (int i = 0; i < C; ++i) S::store(c + r * s.c_row + i * S::kLanes, sums.v[r][i]);
+    if constexpr (kInto == Into::set_max) {
+      float* top = tops + (row + r) * S::kLanes;
+      Vec most = S::load(top);  // a NaN is passed over
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) most = S::max(sums.v[r][i], most);
+      S::store(top, most);
+    }
   }
 }
 
-template <class S, class U, int C, bool kAdd>
+template <class S, class U, int C, Into kInto>
 __attribute__((noinline)) void column_of_blocks(const Piece* pieces, int count, Strides s, int64_t rows,
-                                                int64_t column, float* c) {
+                                                int64_t column, float* c, float* tops) {
   int64_t r = 0;
   for (; r + S::kRowBlock <= rows; r += S::kRowBlock)
-    block<S, U, S::kRowBlock, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+    block<S, U, S::kRowBlock, C, kInto>(pieces, count, s, r, column, c, tops);
   if (r + 4 <= rows) {
-    block<S, U, 4, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+    block<S, U, 4, C, kInto>(pieces, count, s, r, column, c, tops);
     r += 4;
   }
   if (r + 2 <= rows) {
-    block<S, U, 2, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+    block<S, U, 2, C, kInto>(pieces, count, s, r, column, c, tops);
     r += 2;
   }
-  if (r < rows) block<S, U, 1, C, kAdd>(pieces, count, s, r, column, c + r * s.c_row + column);
+  if (r < rows) block<S, U, 1, C, kInto>(pieces, count, s, r, column, c, tops);
 }
 
 // c = [c +] sum over pieces of a @ b; columns a multiple of the lanes.
-template <class S, class U, bool kAdd>
-inline void multiply(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns, float* c) {
+template <class S, class U, Into kInto>
+inline void multiply(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns, float* c,
+                     float* tops = nullptr) {
   constexpr int64_t kPanel = int64_t{S::kColumnBlock} * S::kLanes;
   int64_t column = 0;
   for (; column + kPanel <= columns; column += kPanel)
-    column_of_blocks<S, U, S::kColumnBlock, kAdd>(pieces, count, s, rows, column, c);
+    column_of_blocks<S, U, S::kColumnBlock, kInto>(pieces, count, s, rows, column, c, tops);
   if constexpr (S::kColumnBlock > 2) {
     if (column + 2 * S::kLanes <= columns) {
-      column_of_blocks<S, U, 2, kAdd>(pieces, count, s, rows, column, c);
+      column_of_blocks<S, U, 2, kInto>(pieces, count, s, rows, column, c, tops);
       column += 2 * S::kLanes;
     }
   }
   for (; column < columns; column += S::kLanes)
-    column_of_blocks<S, U, 1, kAdd>(pieces, count, s, rows, column, c);
+    column_of_blocks<S, U, 1, kInto>(pieces, count, s, rows, column, c, tops);
 }
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -66,9 +66,9 @@ struct Simd {
   // 2^x: 0 far below and for -inf, NaN for NaN; polynomials in exponential.h.
   template <int kDegree>
   static POLYATTN_INLINE Vec exp2(Vec x) {
-    // the fraction in [0, 1), 0 for infinities; scaling rounds its exponent down as well
-    Vec fraction = _mm512_reduce_ps(x, 0x9);
-    return _mm512_scalef_ps(power_of_fraction<Simd, kDegree>(fraction), x);
+    const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    // of -inf the fraction is NaN, and NaN scaled by 2^-inf is 0: the instruction is defined so
+    return _mm512_scalef_ps(power_of_fraction<Simd, kDegree>(_mm512_sub_ps(x, whole)), whole);
   }
 
   // Bit i tells whether p[i] is not 0, for n <= 64 bytes.

@@ -46,18 +46,13 @@ POLYATTN_INLINE void exponentials(float* row, int columns, float* lanes, Argumen
   S::store(lanes, S::add(sum0, sum1));
 }
 
-// The largest of the scores, lane by lane.
+// Raises tops[0 .. W) to the largest of the scores, lane by lane. A NaN is passed over: its
+// exponential is NaN.
 template <class S>
-POLYATTN_INLINE void maxima(const float* row, int columns, float* lanes) {
-  constexpr int W = S::kLanes;
-  typename S::Vec m0 = S::fill(-kInfinity), m1 = m0;
-  int i = 0;
-  for (; i + 2 * W <= columns; i += 2 * W) {  // a NaN score is passed over; its exponential is NaN
-    m0 = S::max(S::load(row + i), m0);
-    m1 = S::max(S::load(row + i + W), m1);
-  }
-  if (i < columns) m0 = S::max(S::load(row + i), m0);
-  S::store(lanes, S::max(m0, m1));
+POLYATTN_INLINE void raise(const float* row, int columns, float* tops) {
+  typename S::Vec most = S::load(tops);
+  for (int i = 0; i < columns; i += S::kLanes) most = S::max(S::load(row + i), most);
+  S::store(tops, most);
 }
 
 // The running state of a strip's rows. Maxima of folded and raw scores are in units of log2, of
@@ -102,19 +97,16 @@ POLYATTN_INLINE typename S::Vec across(const float* lanes, Reduce reduce) {
   return reduce(x);
 }
 
-// A step for all rows of a strip. `scores`: rows of `stride` floats. `factor`: scale * log2(e), for
-// raw scores. `shrink[r]` receives the factor by which older sums of row r must shrink. The arrays
+// A step for all rows of a strip. `scores`: rows of `stride` floats; `lanes`: their largest, W for
+// each row, overwritten. `factor`: scale * log2(e), for raw scores. `shrink[r]` receives the factor by which older sums of row r must shrink. The arrays
 // of `state` and `shrink` have room for kRows rows.
 template <class S, class U, Scores kScores>
 __attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, int columns, float factor,
-                                      RowStates state, float* shrink) {
+                                      RowStates state, float* lanes, float* shrink) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
-  alignas(64) float lanes[kRows * W];
   alignas(64) float shift[kRows];
   const int padded = int(round_up(rows, W));
-  for (int r = 0; r < rows; ++r) maxima<S>(scores + r * stride, columns, lanes + r * W);
-  for (int r = rows * W; r < padded * W; ++r) lanes[r] = 0;
   const Vec nothing = S::fill(-kInfinity), unit = S::fill(kScores == Scores::natural ? kLog2E : 1.0f);
   for (int r = 0; r < padded; r += W) {
     Vec top = across<S>(lanes + r * W, [](Vec(&x)[W]) { return S::lane_maxima(x); });

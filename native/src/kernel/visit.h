@@ -8,6 +8,9 @@ namespace polyattn::POLYATTN_NAMESPACE {
 
 constexpr int kChunk = 8;  // tiles
 constexpr int64_t kChunkKeys = kChunk * kTile;
+// Between rows of arrays as wide as a chunk: a power of two would put them all into a few sets of the
+// first cache.
+constexpr int64_t kScoreRow = kChunkKeys + 16;
 
 struct Tile {
   int64_t j0;

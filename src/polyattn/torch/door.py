@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import fit
 from polyattn.biases import Bias
 from polyattn.errors import InvalidProblem
-from polyattn.masks import Mask, Packed
-from polyattn.payload import shape_of
+from polyattn.masks import Mask
 from polyattn.problem import LAYOUTS, MaskFacts, Problem
 from polyattn.simplify import simplify
 from polyattn.torch.masking import bind_mask, check_bias, check_mask
@@ -60,15 +60,7 @@ def admit(
     dtype = dtype_name(cast or q.dtype)
     batch, q_len, heads, kv_len, kv_heads, head_dim, value_dim = shapes
     if layout == "packed":
-        packed = (
-            [leaf for leaf in mask.leaves() if isinstance(leaf, Packed)] if mask is not None else []
-        )
-        if len(packed) != 1 or _under_or(mask):
-            raise InvalidProblem(
-                f'got layout="packed" with mask={mask!r}, expected one Packed(cu_q, cu_kv), '
-                "joined with other masks by &."
-            )
-        batch = shape_of(packed[0].cu_q)[0] - 1
+        batch = fit.packed_sequences(mask)
     elif mask is not None:
         mask = simplify(mask, q_len, kv_len)
     tensors = [x for x in (q, k, v) if x.requires_grad] if torch.is_grad_enabled() else []
@@ -128,20 +120,7 @@ def _shapes(q: Any, k: Any, v: Any, layout: Any) -> tuple[int, ...]:
                 f"got {name} {x.dtype} on {x.device} with query {q.dtype} on {q.device}, expected "
                 "one dtype and one device; cast or move it."
             )
-    if layout == "BNTH":
-        (b, n, t, h), (bk, kh, s, hk), (bv, kv, sv, value_dim) = q.shape, k.shape, v.shape
-    elif layout == "BTNH":
-        (b, t, n, h), (bk, s, kh, hk), (bv, sv, kv, value_dim) = q.shape, k.shape, v.shape
-    else:
-        (t, n, h), (s, kh, hk), (sv, kv, value_dim) = q.shape, k.shape, v.shape
-        b = bk = bv = 1
-    if (bk, hk) != (b, h) or (bv, sv, kv) != (bk, s, kh) or h == 0:
-        raise InvalidProblem(
-            f"got query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)} "
-            f"({layout}), expected one batch size, one head dim >= 1 of query and key, and as "
-            "many keys and key/value heads in key and value."
-        )
-    return b, t, n, s, kh, h, value_dim
+    return fit.lengths_of(q.shape, k.shape, v.shape, layout)
 
 
 def _types(mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, dropout_p: Any) -> None:
@@ -157,14 +136,10 @@ def _types(mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, dropout_p
             else "see polyattn.biases"
         )
         raise InvalidProblem(f"got bias of type {type(bias).__name__}, expected a Bias; {hint}.")
-    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        required = name == "dropout_p"
-        if (required or number is not None) and (
-            isinstance(number, bool) or not isinstance(number, (int, float))
-        ):
-            raise InvalidProblem(f"got {name}={number!r}, expected a Python number.")
-        if number is not None and not -float("inf") < number < float("inf"):
-            raise InvalidProblem(f"got {name}={number!r}, expected a finite number.")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None:
+            fit.check_number(name, number)
+    fit.check_number("dropout_p", dropout_p)
     if sinks is not None and not isinstance(sinks, Tensor):
         raise InvalidProblem(f"got sinks of type {type(sinks).__name__}, expected a torch.Tensor.")
 
@@ -174,19 +149,10 @@ def _is_contiguous(x: Tensor) -> bool:
     return (x.stride(-1) == 1 or x.shape[-1] <= 1) and not x.is_neg()
 
 
-def _under_or(mask: Mask) -> bool:
-    return any("Packed" in part.kinds and part.parts for part in mask.parts) or (
-        type(mask).__name__ == "Or"
-    )
-
-
 def _sinks(sinks: Tensor | None, heads: int, device: torch.device) -> int:
     if sinks is None:
         return 0
-    if sinks.dim() not in (1, 2) or sinks.shape[0] != heads or sinks.numel() == 0:
-        raise InvalidProblem(
-            f"got sinks of shape {tuple(sinks.shape)}, expected (N,) or (N, M) with N = {heads}."
-        )
+    fit.check_sinks_shape(tuple(sinks.shape), heads)
     if not sinks.is_floating_point() or sinks.device != device:
         raise InvalidProblem(
             f"got sinks {sinks.dtype} on {sinks.device}, expected floating point on {device}."

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyattn import fit
 from polyattn.biases import Alibi, Bias
 from polyattn.errors import InvalidProblem
-from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed, Padding, PrefixLM, Segments
-from polyattn.payload import shape_of
+from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed
 
 __all__ = [
     "Dims",
@@ -34,21 +34,6 @@ __all__ = [
 
 _STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})
 _CACHE_BYTES = 64 << 20
-
-
-class Sizes(Protocol):
-    """What masks and biases are checked against: a Problem, or symbolic sizes."""
-
-    @property
-    def batch(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def q_len(self) -> int: ...
-    @property
-    def kv_len(self) -> int: ...
-    @property
-    def layout(self) -> str: ...
 
 
 class Dims(NamedTuple):
@@ -117,45 +102,9 @@ def bind_mask(mask: Mask, device: torch.device) -> Mask:
     return mask if is_static(mask) else mask.map(move)
 
 
-def check_mask(mask: Mask, problem: Sizes) -> None:
+def check_mask(mask: Mask, lengths: fit.Lengths) -> None:
     """Raise :class:`InvalidProblem` where an array of the mask does not fit the problem."""
-    b, n, t, s = problem.batch, problem.heads, problem.q_len, problem.kv_len
-    packed = problem.layout == "packed"
-    if packed != any(isinstance(leaf, Packed) for leaf in mask.leaves()):
-        raise InvalidProblem(
-            f'got layout={problem.layout!r} with mask={mask!r}, expected layout="packed" and '
-            "Packed(cu_q, cu_kv) joined with & together, or neither."
-        )
-    for leaf in mask.leaves():
-        if isinstance(leaf, Padding):
-            _fits(leaf, leaf.q_lengths, (b,), t if not packed else None)
-            _fits(leaf, leaf.kv_lengths, (b,), s if not packed else None)
-        elif isinstance(leaf, PrefixLM):
-            _fits(leaf, leaf.lengths, (b,), s if not packed else None)
-        elif isinstance(leaf, Segments):
-            for ids, length in ((leaf.q_ids, t), (leaf.kv_ids, s)):
-                if shape_of(ids) not in ((length,), (b, length), (1, length)):
-                    _misfit(leaf, shape_of(ids), f"({length},) or ({b}, {length})")
-        elif isinstance(leaf, Dense):
-            _broadcasts(leaf, shape_of(leaf.mask), (b, n, t, s), packed)
-        elif isinstance(leaf, BlockMap):
-            _check_block_map(leaf, (b, n, t, s), packed)
-        elif isinstance(leaf, Packed):
-            _check_packed(leaf, problem)
-
-
-def _fits(leaf: Any, lengths: Any, shape: tuple[int, ...], limit: int | None) -> None:
-    if lengths is None:
-        return
-    if shape_of(lengths) != shape:
-        _misfit(leaf, shape_of(lengths), f"{shape}, one length for each batch entry or sequence")
-    known = _known(lengths)
-    if known is not None and limit is not None and known.numel():
-        low, high = int(known.min()), int(known.max())
-        if low < 0 or high > limit:
-            raise InvalidProblem(
-                f"got {leaf!r} with lengths from {low} to {high}, expected 0 to {limit}."
-            )
+    fit.check_mask(mask, lengths, _known, torch.arange)
 
 
 def _known(payload: Any) -> Tensor | None:
@@ -165,58 +114,6 @@ def _known(payload: Any) -> Tensor | None:
     if not isinstance(payload, Tensor):
         return torch.as_tensor(payload)
     return payload if type(payload) is Tensor and payload.device.type == "cpu" else None
-
-
-def _misfit(leaf: Any, got: Any, expected: str) -> None:
-    raise InvalidProblem(f"got {leaf!r} with an array of shape {got}, expected {expected}.")
-
-
-def _broadcasts(leaf: Any, got: tuple[int, ...], full: tuple[int, ...], packed: bool) -> None:
-    if packed:
-        raise InvalidProblem(
-            f"got {leaf!r} in a packed problem, expected masks that have a meaning within each "
-            "sequence; use Segments, or unpack."
-        )
-    padded = (1,) * (4 - len(got)) + got
-    if len(got) > 4 or any(g not in (1, f) for g, f in zip(padded, full, strict=True)):
-        _misfit(leaf, got, f"broadcastable to (B, N, T, S) = {full}")
-
-
-def _check_block_map(leaf: BlockMap, full: tuple[int, ...], packed: bool) -> None:
-    b, n, t, s = full
-    rows, blocks = -(-t // leaf.block_q), -(-s // leaf.block_k)
-    got = shape_of(leaf.counts)
-    if packed or got[0] not in (1, b) or got[1] not in (1, n) or got[2] != rows:
-        _misfit(leaf, got, f"counts ({b}|1, {n}|1, {rows}) for {rows} blocks of queries")
-    indices, counts = _known(leaf.indices), _known(leaf.counts)
-    if indices is None or counts is None or not counts.numel():
-        return
-    most = indices.shape[-1]
-    if int(counts.min()) < 0 or int(counts.max()) > most:
-        raise InvalidProblem(
-            f"got {leaf!r} with counts from {int(counts.min())} to {int(counts.max())}, expected "
-            f"0 to {most}, the last dim of indices."
-        )
-    meant = torch.arange(most) < counts[..., None]
-    if bool((meant & ((indices < 0) | (indices >= blocks))).any()):
-        raise InvalidProblem(
-            f"got {leaf!r} with a block index outside of 0 to {blocks - 1}, expected indices of "
-            f"blocks of {leaf.block_k} keys out of {s}."
-        )
-
-
-def _check_packed(leaf: Packed, problem: Sizes) -> None:
-    for name, cu, total in (
-        ("cu_q", leaf.cu_q, problem.q_len),
-        ("cu_kv", leaf.cu_kv, problem.kv_len),
-    ):
-        known = _known(cu)
-        if known is None or not known.numel():
-            continue
-        if int(known[0]) != 0 or int(known[-1]) != total or bool((known.diff() < 0).any()):
-            raise InvalidProblem(
-                f"got {name}={known.tolist()[:8]}, expected offsets that rise from 0 to {total}."
-            )
 
 
 def grid(mask: Mask, dims: Dims, device: torch.device) -> Index:
@@ -344,17 +241,10 @@ def dense_bias(bias: Bias, dims: Dims, dtype: torch.dtype) -> Tensor:
     return -slopes * distance.to(dtype)
 
 
-def check_bias(bias: Bias, problem: Sizes, device: torch.device) -> None:
+def check_bias(bias: Bias, lengths: fit.Lengths, device: torch.device) -> None:
     """Raise :class:`InvalidProblem` where the bias does not fit the problem."""
     array = bias.payload
     if not isinstance(array, Tensor) or array.device != device:
         where = array.device if isinstance(array, Tensor) else type(array).__name__
         raise InvalidProblem(f"got {bias!r} on {where}, expected a tensor on {device}.")
-    full = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    if isinstance(bias, Alibi):
-        if tuple(array.shape) not in (full[1:2], full[:2], (1, full[1])):
-            _misfit(bias, tuple(array.shape), f"({full[1]},) or {full[:2]} slopes")
-        if problem.layout == "packed":
-            _broadcasts(bias, (0,), full, True)
-        return
-    _broadcasts(bias, tuple(array.shape), full, problem.layout == "packed")
+    fit.check_bias_shape(bias, lengths)
