@@ -45,8 +45,9 @@ inline double rounding(DType dtype) {
   return dtype == DType::f32 ? 0x1p-24 : dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
 }
 
-// Half of the smallest positive number; float32 and bfloat16 may be flushed to 0 below 2**-126.
-inline double underflow(DType dtype) { return dtype == DType::f16 ? 0x1p-25 : 0x1p-126; }
+// Half of the smallest positive number. What float32 and bfloat16 flush to 0 below 2**-126 may be a
+// probability, which values of up to 8 in size would have multiplied.
+inline double underflow(DType dtype) { return dtype == DType::f16 ? 0x1p-25 : 0x1p-123; }
 
 inline double from_f16(uint16_t h) {
   const int exponent = h >> 10 & 31, fraction = h & 1023;

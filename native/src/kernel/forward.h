@@ -374,7 +374,16 @@ class Forward {
         few_scores<S, U, T>(q + r * d_.q_units, d_.q_units, key, tile.keys, a_.head_dim, few_ahead(a_.k, r),
                             to + r * kScoreRow, kScoreRow);
       }
-    } else if (visit.mixed[n] || scores_ == Scores::natural) {
+    } else if (visit.mixed[n]) {
+      // nothing is computed that no row of a register block sees; what is left there gets hidden
+      const uint64_t* words = w.words + int64_t{n} * kRows;
+      for (int64_t r = 0; r < s.count; r += S::kRowBlock) {
+        const int64_t end = smaller<int64_t>(r + S::kRowBlock, s.count);
+        const Span seen = seen_keys(words, r, end, S::kLanes, tile.columns);
+        const Piece part{q + r * d_.q_units, piece.b + seen.low, k_units_};
+        multiply<S, U, Into::set>(&part, 1, strides, end - r, seen.high - seen.low, to + r * kScoreRow + seen.low);
+      }
+    } else if (scores_ == Scores::natural) {
       multiply<S, U, Into::set>(&piece, 1, strides, s.count, tile.columns, to);
     } else {
       multiply<S, U, Into::set_max>(&piece, 1, strides, s.count, tile.columns, to, tops);
@@ -397,14 +406,27 @@ class Forward {
   }
 
   void values(const Workspace& w, const Strip& s, const Visit& visit, float* out) const {
-    Piece pieces[kChunk];
-    const float* p = w.scores;
-    for (int n = 0; n < visit.tiles; ++n) {
-      const int64_t units = visit.tile[n].columns / U::kValues;
-      pieces[n] = {p, packed_values(w, visit.tile[n]), units};
-      p += units;
+    bool mixed = false;
+    for (int n = 0; n < visit.tiles; ++n) mixed |= visit.mixed[n];
+    const int64_t step = mixed ? S::kRowBlock : s.count;
+    for (int64_t r = 0; r < s.count; r += step) {
+      const int64_t end = smaller<int64_t>(r + step, s.count);
+      Piece pieces[kChunk];
+      int count = 0;
+      const float* p = w.scores + r * kScoreRow;
+      for (int n = 0; n < visit.tiles; ++n) {
+        const Tile& tile = visit.tile[n];
+        Span seen{0, tile.columns};
+        if (visit.mixed[n]) seen = seen_keys(w.words + int64_t{n} * kRows, r, end, U::kValues, tile.columns);
+        const int64_t low = seen.low / U::kValues;
+        if (!seen.empty()) {
+          pieces[count++] = {p + low, packed_values(w, tile) + low * d_.v_columns, seen.high / U::kValues - low};
+        }
+        p += tile.columns / U::kValues;
+      }
+      multiply<S, U, Into::add>(pieces, count, {kScoreRow, 1, d_.v_columns, d_.v_columns}, end - r, d_.v_columns,
+                                out + r * d_.v_columns);
     }
-    multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, d_.v_columns, d_.v_columns}, s.count, d_.v_columns, out);
   }
 
   void values_of_few(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, float* out) const {

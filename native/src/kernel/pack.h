@@ -26,34 +26,41 @@ POLYATTN_INLINE typename S::Vec load_units(const T* p, int64_t valid) {
   }
 }
 
+// W rows, all there, as W columns from `out` on: unit u of them goes to out[u * out_row ..].
+template <class S, class U, class T>
+POLYATTN_INLINE void transpose_rows(const T* const (&source)[S::kLanes], int64_t dim, float* out, int64_t out_row) {
+  constexpr int W = S::kLanes;
+  const int64_t units = blocks_of(dim, U::kValues);
+  int64_t u = 0;
+  typename S::Vec r[W];
+  for (; (u + W) * U::kValues <= dim; u += W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) r[i] = load_units<S, U>(source[i] + u * U::kValues, int64_t{W} * U::kValues);
+    S::transpose(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) S::store(out + (u + i) * out_row, r[i]);
+  }
+  if (u == units) return;
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) r[i] = load_units<S, U>(source[i] + u * U::kValues, dim - u * U::kValues);
+  S::transpose(r);
+  for (int i = 0; i < W && u + i < units; ++i) S::store(out + (u + i) * out_row, r[i]);
+}
+
 // out[unit][column] = row `column` of x: for operands that are summed along their rows.
-// `rows` of x exist, `columns` (a multiple of the lanes) are written, 0 beyond.
+// `rows` of x exist, `columns` (a multiple of the lanes) are written; those beyond repeat the last.
 // `ahead`: elements from a row to the one that is worth fetching now, 0 for none.
 template <class S, class U, class T, class Row>
 inline void pack_transposed(Row row_of, int64_t rows, int64_t columns, int64_t dim, float* out, int64_t out_row,
                             int64_t ahead) {
   constexpr int W = S::kLanes;
-  const int64_t units = blocks_of(dim, U::kValues);
   for (int64_t j = 0; j < columns; j += W) {
     const T* source[W];
-    for (int i = 0; i < W; ++i) source[i] = j + i < rows ? row_of(j + i) : nullptr;
-    if (ahead) {
-      for (int i = 0; i < W && j + i < rows; ++i) prefetch_row(source[i] + ahead, dim);
+    for (int i = 0; i < W; ++i) {
+      source[i] = row_of(smaller(j + i, rows - 1));
+      if (ahead) prefetch_row<2>(source[i] + ahead, dim);
     }
-    for (int64_t u = 0; u < units; u += W) {
-      typename S::Vec r[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        r[i] = source[i] ? load_units<S, U>(source[i] + u * U::kValues, dim - u * U::kValues) : S::zero();
-      }
-      S::transpose(r);
-      if (units - u >= W) {
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) S::store(out + (u + i) * out_row + j, r[i]);
-      } else {
-        for (int i = 0; i < int(units - u); ++i) S::store(out + (u + i) * out_row + j, r[i]);
-      }
-    }
+    transpose_rows<S, U>(source, dim, out + j, out_row);
   }
 }
 

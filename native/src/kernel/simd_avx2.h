@@ -77,14 +77,14 @@ struct Simd {
   // 2^x: 0 below the normal numbers and for -inf, NaN for NaN.
   template <int kDegree>
   static POLYATTN_INLINE Vec exp2(Vec x) {
-    const Vec bounded = _mm256_max_ps(_mm256_set1_ps(-126.0f), _mm256_min_ps(_mm256_set1_ps(128.0f), x));
+    const Vec bounded = _mm256_max_ps(_mm256_set1_ps(-126.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), x));
     const Vec whole = _mm256_floor_ps(bounded);
     const Vec p = power_of_fraction<Simd, kDegree>(_mm256_sub_ps(bounded, whole));
-    // a factor of two apart, so that 2^128 overflows by multiplication and NaN stays NaN
-    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(126));
+    // a factor of two apart, so that 2^127 and more are infinite by multiplication; NaN stays NaN
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(128));
     const Vec power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
-    const Vec y = _mm256_mul_ps(_mm256_mul_ps(p, _mm256_set1_ps(2.0f)), power);
-    return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-125.0f), _CMP_LT_OQ), y);
+    const Vec y = _mm256_mul_ps(_mm256_mul_ps(p, _mm256_set1_ps(0.5f)), power);
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ), y);
   }
 
   static POLYATTN_INLINE uint64_t nonzero(const uint8_t* p, int n) {

@@ -87,16 +87,16 @@ struct Simd {
   // 2^x: 0 below the normal numbers and for -inf, NaN for NaN.
   template <int kDegree>
   static POLYATTN_INLINE Vec exp2(Vec x) {
-    const Vec low = fill(-126.0f), high = fill(128.0f);
+    const Vec low = fill(-126.0f), high = fill(127.0f);
     Vec bounded = where(x < low, low, x);
     bounded = where(bounded > high, high, bounded);
     const Vec safe = where(bounded == bounded, bounded, zero());
     Int whole = __builtin_convertvector(safe, Int);  // towards zero
     whole += (Int)(__builtin_convertvector(whole, Vec) > safe);
     const Vec p = power_of_fraction<Simd, kDegree>(bounded - __builtin_convertvector(whole, Vec));
-    // a factor of two apart, so that 2^128 overflows by multiplication
-    const Vec power = (Vec)((whole + 126) << 23);
-    return where(x < fill(-125.0f), zero(), p * 2.0f * power);
+    // a factor of two apart, so that 2^127 and more are infinite by multiplication
+    const Vec power = (Vec)((whole + 128) << 23);
+    return where(x < fill(-126.0f), zero(), p * 0.5f * power);
   }
 
   static POLYATTN_INLINE uint64_t nonzero(const uint8_t* p, int n) {

@@ -48,6 +48,16 @@ inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t 
   }
 }
 
+// The keys of a tile, from a multiple of `grain` to another, outside of which rows first to end - 1
+// see nothing.
+inline Span seen_keys(const uint64_t* words, int64_t first, int64_t end, int64_t grain, int64_t columns) {
+  uint64_t any = 0;
+  for (int64_t r = first; r < end; ++r) any |= words[r];
+  if (any == 0) return {0, 0};
+  const int64_t low = __builtin_ctzll(any) / grain * grain;
+  return {low, smaller(round_up(64 - __builtin_clzll(any), grain), columns)};
+}
+
 // Copies packed rows, with 0 in those whose bit is not set.
 template <class U>
 inline void clean(const float* packed, int64_t units, int64_t columns, uint64_t bits, float* to) {
