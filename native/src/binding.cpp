@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include <chrono>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -221,6 +222,15 @@ bool without_queries(const Arguments& a) {
   return a.batch == 0 || a.q_heads == 0 || a.q_len == 0;
 }
 
+void run(bool (*pass)(const Arguments&), const Arguments& a) {
+  bool done;
+  {
+    const nb::gil_scoped_release released;
+    done = pass(a);
+  }
+  if (!done) throw std::bad_alloc();  // MemoryError
+}
+
 void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap,
              nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
              nb::handle terms, nb::handle packed, nb::handle bias, nb::handle slopes,
@@ -245,8 +255,7 @@ void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, do
   read_pages(pages, a);
   if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
   if (without_queries(a)) return;
-  const nb::gil_scoped_release released;
-  kernels.forward(a);
+  run(kernels.forward, a);
 }
 
 void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap,
@@ -278,8 +287,7 @@ void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, d
   read_dbias(dbias, a);
   if (const char* complaint = check(a, Pass::backward)) refuse(complaint);
   // Without queries the gradients of keys and values are still to be set to 0.
-  const nb::gil_scoped_release released;
-  kernels.backward(a);
+  run(kernels.backward, a);
 }
 
 struct Spin {

@@ -95,15 +95,16 @@ def _cache_dir(environ: dict[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "polyattn"
 
 
-def _raw_reader() -> tuple[Callable[[Any], object], Any]:
-    """Return the cheapest way to see whether ``POLYATTN_BACKEND`` has changed."""
+def _raw_reader() -> tuple[Callable[[Any], object], Callable[[str], Any]]:
+    """Return the cheapest way to see whether a variable has changed, and its keys."""
     try:
-        return os.environ._data.get, os.environ.encodekey("POLYATTN_BACKEND")  # type: ignore[attr-defined]
+        return os.environ._data.get, os.environ.encodekey  # type: ignore[attr-defined]
     except AttributeError:  # another Python than CPython
-        return os.environ.get, "POLYATTN_BACKEND"
+        return os.environ.get, str
 
 
-raw, BACKEND = _raw_reader()
+raw, _key = _raw_reader()
+BACKEND, NATIVE_ISA = _key("POLYATTN_BACKEND"), _key("POLYATTN_NATIVE_ISA")
 """``raw(BACKEND)`` is ``POLYATTN_BACKEND`` as the environment holds it now: part of cache keys."""
 
 

@@ -103,8 +103,9 @@ const char* check(const Arguments& a, Pass pass);
 // One instruction set. `name` is what POLYATTN_NATIVE_ISA takes.
 struct Kernels {
   const char* name;
-  void (*forward)(const Arguments& a);
-  void (*backward)(const Arguments& a);
+  // False if there was no memory; what was written then means nothing.
+  bool (*forward)(const Arguments& a);
+  bool (*backward)(const Arguments& a);
   // Runs independent multiply-adds from registers only; returns the operations done (bf16: with the
   // instruction set's dot products where it has them, else 0).
   double (*spin)(bool bf16, int64_t iterations);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernel/bias_gradient.h"
+#include "kernel/forward.h"
 #include "threads.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -14,14 +15,15 @@ namespace polyattn::POLYATTN_NAMESPACE {
 template <class S, class U, class T>
 class Backward {
  public:
-  static void run(const Arguments& a) {
+  static bool run(const Arguments& a) {
     if (a.batch > 0 && a.kv_heads > 0) {
       Backward self(a);
-      if (!self.allocate()) __builtin_trap();
+      if (!self.allocate()) return false;
       parallel(self.threads_, [](void* p, int thread) { static_cast<Backward*>(p)->work(thread); }, &self);
       __builtin_free(self.memory_);
+      if (self.failed_) return false;
     }
-    if (a.dbias) BiasGradient<S, U, T>::run(a);
+    return !a.dbias || BiasGradient<S, U, T>::run(a);
   }
 
  private:
@@ -32,7 +34,7 @@ class Backward {
     // by the problem alone, so that results do not depend on the number of threads
     splits_ = heads >= 16 ? 1 : smaller(blocks_of(16, heads), larger<int64_t>(a.kv_len / 512, 1));
     items_ = heads * splits_;
-    threads_ = int(smaller<int64_t>(a.threads, items_));
+    threads_ = worthwhile(a, items_);
     dq_size_ = group_ * a.q_len * kernel_.q_columns();
     buffers_ = splits_ > 1 ? items_ : threads_;
   }
@@ -52,7 +54,10 @@ class Backward {
     typename Kernel::Workspace w;
     const size_t bytes = kernel_.layout(nullptr, nullptr);
     float* base = reinterpret_cast<float*>(scratch(bytes));
-    if (!base) __builtin_trap();
+    if (!base) {
+      __atomic_store_n(&failed_, true, __ATOMIC_RELAXED);
+      return;
+    }
     kernel_.layout(base, &w);
     for (;;) {
       const int64_t item = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
@@ -114,6 +119,7 @@ class Backward {
   float* memory_ = nullptr;
   int* done_ = nullptr;
   int64_t next_ = 0;
+  bool failed_ = false;
 };
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -10,12 +10,12 @@ namespace polyattn::POLYATTN_NAMESPACE {
 template <class S, class U, class T>
 class BiasGradient {
  public:
-  static void run(const Arguments& a) {
+  static bool run(const Arguments& a) {
     BiasGradient self(a);
     self.zero();
-    const int threads = int(smaller<int64_t>(a.threads, self.items()));
-    if (threads == 0) return;
-    parallel(threads, [](void* p, int) { static_cast<BiasGradient*>(p)->work(); }, &self);
+    if (self.items() == 0) return true;
+    parallel(a.threads, [](void* p, int) { static_cast<BiasGradient*>(p)->work(); }, &self);
+    return !self.failed_;
   }
 
  private:
@@ -42,7 +42,10 @@ class BiasGradient {
   void work() {
     typename Kernel::Workspace w;
     float* base = reinterpret_cast<float*>(scratch(kernel_.layout(nullptr, nullptr)));
-    if (!base) __builtin_trap();
+    if (!base) {
+      __atomic_store_n(&failed_, true, __ATOMIC_RELAXED);
+      return;
+    }
     kernel_.layout(base, &w);
     for (;;) {
       const int64_t item = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
@@ -85,6 +88,7 @@ class BiasGradient {
   const Kernel kernel_;
   const int64_t batch_, heads_, strips_;
   int64_t next_ = 0;
+  bool failed_ = false;
 };
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -46,6 +46,14 @@ inline Division divide(const Arguments& a) {
   return d;
 }
 
+// One thread for what takes some twenty microseconds; waking others takes a few. Else all that may
+// be used, also if there are fewer tasks: libgomp ends its workers when fewer are asked for.
+inline int worthwhile(const Arguments& a, int64_t tasks) {
+  const double products = double(a.batch) * double(a.q_heads) * double(a.q_len) * double(a.kv_len) *
+                          double(a.head_dim + a.value_dim);
+  return products < (1 << 20) || tasks == 1 ? 1 : a.threads;
+}
+
 // A thread's memory: O(tile).
 struct Workspace {
   float *q, *k, *v, *cleaned, *scores, *out;
@@ -90,14 +98,14 @@ struct Parts {
 template <class S, class U, class T>
 class Forward {
  public:
-  static void run(const Arguments& a) {
+  static bool run(const Arguments& a) {
     Forward self(a);
-    if (self.d_.items == 0) return;
+    if (self.d_.items == 0) return true;
     const int64_t tasks = self.d_.items * self.d_.splits;
-    if (self.d_.splits > 1 && !self.make_parts()) return;
-    const int threads = int(smaller<int64_t>(a.threads, tasks));
-    parallel(threads, [](void* p, int) { static_cast<Forward*>(p)->work(); }, &self);
+    if (self.d_.splits > 1 && !self.make_parts()) return false;
+    parallel(worthwhile(a, tasks), [](void* p, int) { static_cast<Forward*>(p)->work(); }, &self);
     __builtin_free(self.memory_);
+    return !self.failed_;
   }
 
  private:
@@ -123,7 +131,10 @@ class Forward {
   void work() {
     const size_t bytes = Workspace::layout(d_, k_units_, nullptr, nullptr);
     float* base = reinterpret_cast<float*>(scratch(bytes));
-    if (!base) __builtin_trap();
+    if (!base) {
+      __atomic_store_n(&failed_, true, __ATOMIC_RELAXED);
+      return;
+    }
     Workspace w;
     Workspace::layout(d_, k_units_, base, &w);
     const int64_t tasks = d_.items * d_.splits;
@@ -522,6 +533,7 @@ class Forward {
   Parts parts_;
   float* memory_ = nullptr;
   int64_t next_ = 0;
+  bool failed_ = false;
 };
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

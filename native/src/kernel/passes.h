@@ -9,8 +9,8 @@ namespace polyattn::POLYATTN_NAMESPACE {
 
 // `Half` is the unit in which bfloat16 is multiplied; float16 has none and is computed in float32.
 template <class S, class Half>
-void forward(const Arguments& a) {
-  if (a.batch == 0 || a.q_heads == 0 || a.q_len == 0) return;
+bool forward(const Arguments& a) {
+  if (a.batch == 0 || a.q_heads == 0 || a.q_len == 0) return true;
   switch (a.dtype) {
     case DType::f32:
       return Forward<S, FloatUnit, float>::run(a);
@@ -19,10 +19,11 @@ void forward(const Arguments& a) {
     case DType::f16:
       return Forward<S, FloatUnit, F16>::run(a);
   }
+  return true;
 }
 
 template <class S, class Half>
-void backward(const Arguments& a) {
+bool backward(const Arguments& a) {
   switch (a.dtype) {
     case DType::f32:
       return Backward<S, FloatUnit, float>::run(a);
@@ -31,6 +32,7 @@ void backward(const Arguments& a) {
     case DType::f16:
       return Backward<S, FloatUnit, F16>::run(a);
   }
+  return true;
 }
 
 template <class S, class Half>

@@ -53,11 +53,8 @@ class Needs(NamedTuple):
     sinks: bool
 
 
-_ISA = "POLYATTN_NATIVE_ISA"
-
-
 @functools.cache
-def _isa(wanted: str | None) -> int:
+def _isa(wanted: object) -> int:
     """Return the instruction set to use; parsed once for each value of the variable."""
     return module.isa_index()
 
@@ -96,7 +93,7 @@ def forward(
     bias, slopes, sinks = _in_kernel_dtypes(extras)
     lse = empty_lse(q, layout) if wants_lse else None
     module.load().forward(
-        _isa(settings.raw(_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
+        _isa(settings.raw(settings.NATIVE_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
         sizes_of(q, k, v, layout, sequences), scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), array(out, layout),
         None if lse is None else rows(lse, layout), found, packed,
@@ -128,7 +125,7 @@ def backward(
             bias = bias.contiguous()  # each of its entries has a gradient of its own
         dbias = bias.new_zeros(bias.shape, dtype=torch.float32)
     module.load().backward(
-        _isa(settings.raw(_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
+        _isa(settings.raw(settings.NATIVE_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
         sizes_of(q, k, v, layout, sequences), scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), rows(lse, layout), found, packed,
         None if bias is None else bias_argument(bias),
