@@ -38,8 +38,9 @@ def test_embed_sentences():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["agreement"]["least_cosine"] > 0.99999
-    assert found["ranking"][0]["similarity"] > 0.2
+    least = {"float32": 0.99999, "bfloat16": 0.999}[found["dtype"]]
+    assert found["agreement"]["least_cosine"] > least
+    assert found["ranking"][0]["similarity"] > 0.1
     assert found["tuning"]["classes"]
     assert {row["backend"] for row in found["ran"]}
     assert found["times"]["speedup"]["rounds"] == 5
