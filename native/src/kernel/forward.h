@@ -13,7 +13,7 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-constexpr int kMostStrips = 8;
+constexpr int kMostStrips = 16;
 
 // How a call is divided, and the sizes of packed operands in units.
 struct Division {
@@ -35,7 +35,7 @@ inline Division divide(const Arguments& a) {
   bool sparse = false;
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
   if (sparse) d.rows = kRows * kMostStrips;  // few strips meet a tile, so more share its packing
-  while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < 64) d.rows /= 2;
+  while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
   d.rows = smaller(d.rows, round_up(rows, 16));
   d.items_per_head = blocks_of(rows, d.rows);
   d.items = d.heads * d.items_per_head;
