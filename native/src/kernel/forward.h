@@ -39,8 +39,9 @@ inline Division divide(const Arguments& a) {
   d.rows = smaller(d.rows, round_up(rows, 16));
   d.items_per_head = blocks_of(rows, d.rows);
   d.items = d.heads * d.items_per_head;
-  const int64_t most = larger<int64_t>(a.kv_len / 512, 1);
-  d.splits = d.items >= 32 ? 1 : smaller(blocks_of(64, d.items), most);
+  // parts of 1,024 keys at most of long sequences, of 512 at least
+  const int64_t most = larger<int64_t>(a.kv_len / 512, 1), long_parts = a.kv_len / 1024;
+  d.splits = d.items >= 32 ? 1 : smaller(larger(blocks_of(64, d.items), smaller<int64_t>(long_parts, 64)), most);
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
   d.v_columns = round_up(a.value_dim, S::kLanes);
   return d;
@@ -144,7 +145,7 @@ class Forward {
       if (d_.splits == 1) {
         whole(w, task);
       } else {
-        part(w, task / d_.splits, task % d_.splits);
+        part(w, task % d_.items, task / d_.items);  // heads whose rows lie side by side, side by side
       }
     }
   }
