@@ -109,7 +109,7 @@ class Embedder:
 
 
 def best_dtype() -> str:
-    """Return bfloat16 where the processor multiplies it as fast as this model wants, else float32."""
+    """Return bfloat16 where the processor has products for it, else float32."""
     from polyattn.errors import MissingDependency
     from polyattn.native import module
 
@@ -241,8 +241,8 @@ def show(found: dict[str, Any]) -> None:
     same = "the same" if agreement["same_ranking"] else "ANOTHER"
     difference, cosine = agreement["largest_difference"], agreement["least_cosine"]
     out.print(
-        f"\nagreement with the stock model in {found['dtype']}: largest difference {difference:.1e}, "
-        f"least cosine {cosine:.7f}, {same} ranking"
+        f"\nagreement with the stock model in {found['dtype']}: "
+        f"largest difference {difference:.1e}, least cosine {cosine:.7f}, {same} ranking"
     )
     for name in ("stock", "polyattn"):
         t = times[name]

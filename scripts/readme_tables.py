@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from polyattn.bench.cpu.cases import CASES
 from polyattn.capabilities import ALL_MASKS, Capabilities
 from polyattn.registry import Backend, Registry, registry
 
@@ -21,6 +22,7 @@ FEATURES = {
     "value_dim": "value dim other than head dim", "lse": "lse", "backward": "backward",
     "bias_grad": "bias gradient", "compiled": "`torch.compile`",
 }  # fmt: skip
+LIMITS = {case.name: case.limit for case in CASES}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -34,7 +36,7 @@ def table(backends: Registry) -> str:
 
 
 IN_TREE = frozenset(
-    {"sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", "reference"}
+    {"sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "native_cpu", "flex", "reference"}
 )
 
 
@@ -135,7 +137,7 @@ def _cpu_cells(row: dict[str, Any], peers: list[str]) -> Iterator[str]:
         yield f"{ratio['median']:.3g}" if ratio else ""
     rate = f"{row['ours_gbs']:.0f} GB/s, " if "ours_gbs" in row else ""
     yield f"{rate}{row['ours_share']:.0%}"
-    yield row["limit"]
+    yield LIMITS.get(row["name"], row["limit"])
 
 
 PAGES = {

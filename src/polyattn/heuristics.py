@@ -56,8 +56,8 @@ ROWS: tuple[Row, ...] = (
         "cpu, native kernels",
         lambda p: p.device == "cpu" and _work(p) >= NATIVE_FROM,
         ("native_cpu", "sdpa_flash", "sdpa_math", "reference", "flex"),
-        "the native kernels skip masked tiles and use the processor's bfloat16 products: 3 x torch's "
-        "kernel as the mean of `polyattn bench cpu --grid` (AVX-512; 1.2 x and more on AVX2)",
+        "the native kernels skip masked tiles and use the processor's bfloat16 products: 3 x "
+        "torch's kernel as the mean of `polyattn bench cpu --grid` (AVX-512; from 1.2 x on AVX2)",
     ),
     Row(
         "cpu",

@@ -49,8 +49,7 @@ class Size:
 class Case:
     """One row. `mask`: none, causal, window, blocks or padding; `layout` is that of all arrays.
 
-    `goal`: torch's time over ours. `goal_gbs`: keys and values read, in GB/s. `limit`: what keeps
-    it from being faster.
+    `goal`: torch's time over ours. `goal_gbs`: keys and values read, in GB/s.
     """
 
     group: str
@@ -61,13 +60,17 @@ class Case:
     layout: str = "BNTH"
     goal: float | None = None
     goal_gbs: float | None = None
-    limit: str = ""
 
     @property
     def name(self) -> str:
         """The row's name, which is unique."""
         layout = "" if self.layout == "BNTH" else f" {self.layout}"
         return f"{self.group} {self.size} {SHORT[self.dtype]}{layout}"
+
+    @property
+    def limit(self) -> str:
+        """What keeps the row from being faster, by profiles of the single-threaded kernel."""
+        return _LIMITS.get(self.group, ("", ""))[self.dtype != "float32"]
 
     @property
     def is_decode(self) -> bool:
@@ -123,15 +126,34 @@ def padded_lengths(size: Size) -> list[int]:
 
 def _pair(
     group: str, size: tuple[int, ...], goals: tuple[float, ...], *, gbs: float | None = None,
-    limits: tuple[str, ...] = ("", ""), **more: object,
+    **more: object,
 ) -> list[Case]:  # fmt: skip
     """Return the case in float32 and in bfloat16."""
-    both = zip(("float32", "bfloat16"), goals, limits, strict=True)
+    both = zip(("float32", "bfloat16"), goals, strict=True)
     return [
-        Case(group, Size(*size), dtype, goal=goal, goal_gbs=gbs, limit=limit, **more)  # type: ignore[arg-type]
-        for dtype, goal, limit in both
+        Case(group, Size(*size), dtype, goal=goal, goal_gbs=gbs, **more)  # type: ignore[arg-type]
+        for dtype, goal in both
     ]
 
+
+_LIMITS = {  # float32, bfloat16
+    "dense": (
+        "matrix units; 5% exponential, 3% packing",
+        "matrix units; 9% exponential, 4% packing",
+    ),
+    "short": ("packing for few rows, partial tiles", "packing for few rows, exponential"),
+    "causal": ("matrix units; masks of the diagonal", "matrix units, exponential; the diagonal"),
+    "window 256": ("edges of the window: 4 of 5 tiles useful",) * 2,
+    "90% block-sparse": (
+        "packing: a tile meets two strips of rows",
+        "packing, memory of the strips",
+    ),
+    "half padding": ("matrix units", "matrix units, exponential"),
+    "GQA prefill": ("matrix units", "matrix units, exponential"),
+    "decode": ("memory bandwidth", "memory bandwidth; at 4k keys sums across lanes"),
+    "fwd+bwd dense": ("matrix units", "writing P and dS twice as bfloat16 pairs"),
+    "fwd+bwd window 256": ("edges of the window",) * 2,
+}
 
 _LONG = (1, 8, 8, 4096, 4096, 64)
 _SHORT_A, _SHORT_B = (2, 12, 12, 512, 512, 64), (8, 16, 16, 197, 197, 64)
