@@ -231,11 +231,10 @@ void run(bool (*pass)(const Arguments&), const Arguments& a) {
   if (!done) throw std::bad_alloc();  // MemoryError
 }
 
-void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap,
-             nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-             nb::handle terms, nb::handle packed, nb::handle bias, nb::handle slopes,
-             nb::handle sinks, nb::handle pages) {
-  const Kernels& kernels = chosen(isa);
+// What both passes take.
+Arguments read_call(int threads, int dtype, nb::handle sizes, double scale, double softcap,
+                    nb::handle q, nb::handle k, nb::handle v, nb::handle terms, nb::handle packed,
+                    nb::handle bias, nb::handle slopes, nb::handle sinks) {
   Arguments a;
   a.threads = threads;
   a.dtype = static_cast<DType>(dtype);
@@ -245,13 +244,23 @@ void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, do
   a.q = read_array(q, "q");
   a.k = read_array(k, "k");
   a.v = read_array(v, "v");
-  a.out = read_array(out, "out");
-  if (!lse.is_none()) a.lse = read_array(lse, "lse");
   read_terms(terms, a);
   read_packed(packed, a);
   read_bias(bias, a);
   read_slopes(slopes, a);
   read_sinks(sinks, a);
+  return a;
+}
+
+void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap,
+             nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+             nb::handle terms, nb::handle packed, nb::handle bias, nb::handle slopes,
+             nb::handle sinks, nb::handle pages) {
+  const Kernels& kernels = chosen(isa);
+  Arguments a = read_call(threads, dtype, sizes, scale, softcap, q, k, v, terms, packed, bias,
+                          slopes, sinks);
+  a.out = read_array(out, "out");
+  if (!lse.is_none()) a.lse = read_array(lse, "lse");
   read_pages(pages, a);
   if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
   if (without_queries(a)) return;
@@ -264,21 +273,9 @@ void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, d
               nb::handle dout, nb::handle delta, nb::handle dq, nb::handle dk, nb::handle dv,
               nb::handle dbias) {
   const Kernels& kernels = chosen(isa);
-  Arguments a;
-  a.threads = threads;
-  a.dtype = static_cast<DType>(dtype);
-  read_sizes(sizes, a);
-  a.scale = static_cast<float>(scale);
-  a.softcap = static_cast<float>(softcap);
-  a.q = read_array(q, "q");
-  a.k = read_array(k, "k");
-  a.v = read_array(v, "v");
+  Arguments a = read_call(threads, dtype, sizes, scale, softcap, q, k, v, terms, packed, bias,
+                          slopes, sinks);
   a.lse = read_array(lse, "lse");
-  read_terms(terms, a);
-  read_packed(packed, a);
-  read_bias(bias, a);
-  read_slopes(slopes, a);
-  read_sinks(sinks, a);
   a.dout = read_array(dout, "dout");
   a.delta = read_array(delta, "delta");
   a.dq = read_array(dq, "dq");

@@ -5,6 +5,7 @@
 
 #include "kernel/elements.h"
 #include "kernel/exponential.h"
+#include "kernel/lanes.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -124,24 +125,11 @@ struct Simd {
     for (int j = 0; j < 8; ++j) r[j] = t[j];
   }
 
-  // Lane i of the result is the sum (the largest) of the lanes of x[i].
   static POLYATTN_INLINE Vec lane_sums(Vec (&x)[kLanes]) {
-    return across(x, [](Vec a, Vec b) { return add(a, b); });
+    return across_lanes<Simd>(x, [](Vec a, Vec b) { return add(a, b); });
   }
   static POLYATTN_INLINE Vec lane_maxima(Vec (&x)[kLanes]) {
-    return across(x, [](Vec a, Vec b) { return max(a, b); });
-  }
-
- private:
-  template <class Join>
-  static POLYATTN_INLINE Vec across(Vec (&x)[kLanes], Join join) {
-    transpose(x);
-#pragma GCC unroll 8
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-#pragma GCC unroll 8
-      for (int i = 0; i < width; ++i) x[i] = join(x[i], x[i + width]);
-    }
-    return x[0];
+    return across_lanes<Simd>(x, [](Vec a, Vec b) { return max(a, b); });
   }
 };
 
