@@ -22,6 +22,8 @@ def test_embed_sentences():
             sys.executable,
             str(ROOT / "examples" / "embed_sentences.py"),
             "--json",
+            "--question",
+            "Which warranties and liabilities does the licence exclude?",
             "--passages",
             "12",
             "--rounds",
@@ -40,7 +42,7 @@ def test_embed_sentences():
     found = json.loads(done.stdout)
     least = {"float32": 0.99999, "bfloat16": 0.999}[found["dtype"]]
     assert found["agreement"]["least_cosine"] > least
-    assert found["ranking"][0]["similarity"] > 0.1
+    assert found["ranking"][0]["source"] == "LICENSE"
     assert found["tuning"]["classes"]
     assert {row["backend"] for row in found["ran"]}
     assert found["times"]["speedup"]["rounds"] == 5
