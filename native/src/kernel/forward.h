@@ -24,13 +24,22 @@ struct Division {
   int64_t q_units, v_columns;
 };
 
+// Of packed sequences the longest: a division by their total would be mostly empty items.
+inline int64_t longest(const int64_t* cu, int64_t batch, int64_t length) {
+  if (!cu) return length;
+  int64_t most = 0;
+  for (int64_t b = 0; b < batch; ++b) most = larger(most, cu[b + 1] - cu[b]);
+  return most;
+}
+
 template <class S, class U>
 inline Division divide(const Arguments& a) {
   Division d;
+  const int64_t q_len = longest(a.cu_q, a.batch, a.q_len), kv_len = longest(a.cu_kv, a.batch, a.kv_len);
   d.group = a.q_heads / a.kv_heads;
-  d.heads_as_rows = d.group > 1 && a.q_len < kRows && !a.cu_q;
+  d.heads_as_rows = d.group > 1 && q_len < kRows && !a.cu_q;
   d.heads = a.batch * (d.heads_as_rows ? a.kv_heads : a.q_heads);
-  const int64_t rows = d.heads_as_rows ? a.q_len * d.group : a.q_len;
+  const int64_t rows = d.heads_as_rows ? q_len * d.group : q_len;
   d.rows = kRows * (larger(a.head_dim, a.value_dim) > 128 ? 2 : 8);
   bool sparse = false;
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
@@ -40,7 +49,7 @@ inline Division divide(const Arguments& a) {
   d.items_per_head = blocks_of(rows, d.rows);
   d.items = d.heads * d.items_per_head;
   // parts of 1,024 keys at most of long sequences, of 512 at least
-  const int64_t most = larger<int64_t>(a.kv_len / 512, 1), long_parts = a.kv_len / 1024;
+  const int64_t most = larger<int64_t>(kv_len / 512, 1), long_parts = kv_len / 1024;
   d.splits = d.items >= 32 ? 1 : smaller(larger(blocks_of(64, d.items), smaller<int64_t>(long_parts, 64)), most);
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
   d.v_columns = round_up(a.value_dim, S::kLanes);
