@@ -9,6 +9,7 @@
     ├── MissingDependency   (ImportError)   a package that is needed is not installed
     ├── SettingsError       (ValueError)    an environment variable holds a value that means nothing
     ├── TuningError         (ValueError)    a tuning or record file that cannot be read
+    ├── FlagsError          (ValueError)    a knob or snapshot of a framework: not as asked
     ├── TraceError
     └── OffloadError
 
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
+    "FlagsError",
     "InvalidProblem",
     "MissingDependency",
     "OffloadError",
@@ -71,6 +73,17 @@ class Unsupported(PolyattnError, RuntimeError):
     def __init__(self, message: str, decisions: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.decisions: dict[str, Any] = dict(decisions or {})
+
+
+class FlagsError(PolyattnError, ValueError):
+    """A knob of a framework that is unknown, not in this build, frozen or cannot take the value.
+
+    Nothing was set. `knob` is its name, where one knob is at fault.
+    """
+
+    def __init__(self, message: str, knob: str | None = None) -> None:
+        super().__init__(message)
+        self.knob = knob
 
 
 class MissingDependency(PolyattnError, ImportError):

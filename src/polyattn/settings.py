@@ -26,6 +26,7 @@ from polyattn.errors import SettingsError, near_matches
 
 __all__ = [
     "BACKEND", "NATIVE_ISAS", "VARIABLES", "Settings", "compiler", "current", "raw", "reload",
+    "variable",
 ]  # fmt: skip
 
 VARIABLES = (
@@ -127,6 +128,11 @@ def current() -> Settings:
 def compiler() -> str | None:
     """Return the C++ compiler that ``CXX`` names, or None; a build looks there first."""
     return os.environ.get("CXX", "").strip() or None
+
+
+def variable(name: str) -> str | None:
+    """Return a variable of the environment that another library reads, to show how it stands."""
+    return os.environ.get(name)
 
 
 def reload() -> Settings:

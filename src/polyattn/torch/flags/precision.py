@@ -1,0 +1,197 @@
+"""The table's part on precision: what float32 products are computed in, and 16-bit sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from polyattn.knobs.cells import Access, Cell
+from polyattn.torch.flags.declare import XPU_BUILD, knob
+from polyattn.torch.flags.float32 import (
+    CELLS,
+    CUDNN_BOOL,
+    MATMUL_NAME,
+    matmul_name,
+    plain_cudnn_bool,
+)  # fmt: skip
+from polyattn.torch.flags.state import ReductionCells
+
+__all__ = ["precision"]
+
+_CUDA = ("none", "ieee", "tf32")
+_ONEDNN = ("none", "ieee", "tf32", "bf16")
+_MIXING = (
+    "torch's getters of the names from before 2.9 raise where the new names were set to something "
+    "else; polyattn still reads and restores both."
+)
+_YIELDS = (
+    "torch 2.13 starts with a tf32 that yields to fp32_precision and that nothing can set again: "
+    "after the first setting, torch's own cudnn.flags() or a scope here included, tf32 stays until "
+    "it is set."
+)
+
+
+def precision() -> Iterator[Access]:
+    """Yield the knobs of precision."""
+    yield from _old_names()
+    yield from _levels()
+    yield from _operators()
+    yield from _reductions()
+
+
+def _cells(*names: str) -> tuple[Cell, ...]:
+    return tuple(CELLS.cell(name) for name in names)
+
+
+def _old_names() -> Iterator[Access]:
+    yield knob(
+        MATMUL_NAME, matmul_name, torch.set_float32_matmul_precision,
+        "What float32 matrix products may be computed in: float32, TF32 or (oneDNN) bfloat16.",
+        verify=lambda value: torch.get_float32_matmul_precision() == value,
+        type="str", allowed=("highest", "high", "medium"),
+        where="torch.set_float32_matmul_precision",
+        touches=_cells(MATMUL_NAME, "cuda.matmul", "mkldnn.matmul"), rank=0, trap=_MIXING,
+        couples=(
+            "cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision", "cuda.matmul.allow_tf32",
+        ),
+        replaced_by="cuda.matmul.fp32_precision and mkldnn.matmul.fp32_precision (2.9)",
+        aliases=("set_float32_matmul_precision", "get_float32_matmul_precision"),
+    )  # fmt: skip
+    yield knob(
+        "cuda.matmul.allow_tf32", lambda: matmul_name() != "highest", "_set_cublas_allow_tf32",
+        "Whether float32 matrix products may run in TF32 on Ampere and newer GPUs.",
+        touches=_cells(MATMUL_NAME, "cuda.matmul"), rank=1, trap=_MIXING,
+        verify=lambda value: torch._C._get_cublas_allow_tf32() == value,
+        couples=(MATMUL_NAME, "cuda.matmul.fp32_precision"),
+        deprecated="2.9", replaced_by="cuda.matmul.fp32_precision",
+    )  # fmt: skip
+    yield knob(
+        "cudnn.allow_tf32", plain_cudnn_bool, _set_cudnn_tf32,
+        "Whether cuDNN's float32 convolutions and recurrent networks may run in TF32.",
+        touches=_cells(CUDNN_BOOL, "cuda.conv", "cuda.rnn"), rank=1, trap=f"{_MIXING} {_YIELDS}",
+        couples=("cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), freezes=True,
+        deprecated="2.9", replaced_by="cudnn.conv.fp32_precision and cudnn.rnn.fp32_precision",
+    )  # fmt: skip
+    yield knob(
+        "mkldnn.allow_tf32", *_onednn(), "Whether oneDNN may run float32 in TF32 on Intel GPUs.",
+        freezes=True, builds=XPU_BUILD, deprecated="2.9", replaced_by="mkldnn.fp32_precision",
+    )  # fmt: skip
+
+
+def _onednn() -> tuple[str, str]:
+    """The getter of other builds answers None, and the setter only warns."""
+    return ("_get_onednn_allow_tf32", "_set_onednn_allow_tf32") if torch._C._has_xpu else ("", "")
+
+
+def _set_cudnn_tf32(value: bool) -> None:
+    stands = {name: CELLS.read([name])[name] for name in (CUDNN_BOOL, "cuda.conv", "cuda.rnn")}
+    if set(stands.values()) != {True, "tf32"} or not value:  # else it would only lose the yielding
+        torch._C._set_cudnn_allow_tf32(value)
+
+
+def _levels() -> Iterator[Access]:
+    shared: dict[str, Any] = {"type": "str", "freezes": True}
+    yield _level(
+        "fp32_precision", "generic", _ONEDNN, rank=2, since="2.9", **shared,
+        about="What float32 convolutions, recurrent networks and products are computed in where "
+        "nothing more special is set.",
+    )  # fmt: skip
+    yield _level(
+        "cudnn.fp32_precision", "cuda", _CUDA, rank=3, since="2.9", **shared,
+        about="The same for CUDA; cuda.matmul, cudnn.conv and cudnn.rnn inherit it.",
+    )  # fmt: skip
+    yield _level(
+        "mkldnn.fp32_precision", "mkldnn", _ONEDNN, rank=3, since="2.9", **shared,
+        about="The same for oneDNN; mkldnn.matmul, mkldnn.conv and mkldnn.rnn inherit it.",
+        trap="torch's attribute reads this level and sets the general one (fp32_precision); here "
+        "it sets this level.",
+    )  # fmt: skip
+
+
+def _level(name: str, backend: str, allowed: tuple[str, ...], **facts: Any) -> Access:
+    return _precision(name, backend, "all", allowed, **facts)
+
+
+def _precision(
+    name: str, backend: str, operator: str, allowed: tuple[str, ...], *, about: str, **facts: Any
+) -> Access:
+    def get() -> str:
+        return torch._C._get_fp32_precision_getter(backend, operator)
+
+    def put(value: str) -> None:
+        torch._C._set_fp32_precision_setter(backend, operator, value)
+
+    def verify(value: str) -> bool:
+        """``none`` inherits, so it need not read as itself."""
+        return value == "none" or get() == value
+
+    def settle(value: str) -> None:
+        """Inherit the reading if the levels above give it, and store it if not."""
+        if get() != value:
+            put("none")
+        if get() != value:
+            put(value)
+
+    return knob(
+        name, get, put, about, allowed=allowed, verify=verify, settle=settle,
+        touches=_cells(f"{backend}.{operator}"), **facts,
+    )  # fmt: skip
+
+
+def _operators() -> Iterator[Access]:
+    kinds = {"matmul": "matrix products", "conv": "convolutions", "rnn": "recurrent networks"}
+    for operator, what in kinds.items():
+        home = "cuda" if operator == "matmul" else "cudnn"
+        yield _precision(
+            f"{home}.{operator}.fp32_precision", "cuda", operator, _CUDA, rank=4, type="str",
+            about=f"What float32 {what} are computed in on CUDA; none inherits.", since="2.9",
+            freezes=operator == "rnn" and "CudnnRNN" in type(torch.backends.cudnn.rnn).__name__,
+            trap=_MIXING if operator == "matmul" else f"{_MIXING} {_YIELDS}",
+        )  # fmt: skip
+        yield _precision(
+            f"mkldnn.{operator}.fp32_precision", "mkldnn", operator, _ONEDNN, rank=4, type="str",
+            about=f"What float32 {what} are computed in by oneDNN; none inherits.", since="2.9",
+        )  # fmt: skip
+
+
+def _reductions() -> Iterator[Access]:
+    for dtype in ("fp16", "bf16"):
+        yield from _reduction(dtype, ReductionCells(dtype))
+    yield knob(
+        "cuda.matmul.allow_fp16_accumulation", "_get_cublas_allow_fp16_accumulation",
+        "_set_cublas_allow_fp16_accumulation",
+        "Whether float16 products may be accumulated in float16: faster on some GPUs, coarse.",
+    )  # fmt: skip
+    yield knob(
+        "cpu.allow_fp16_reduced_precision_reduction",
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "_set_cpu_allow_fp16_reduced_precision_reduction",
+        "Whether the CPU may sum float16 products in float16 (ARM).",
+        where="torch._C._set_cpu_allow_fp16_reduced_precision_reduction",
+    )  # fmt: skip
+
+
+def _reduction(dtype: str, cells: ReductionCells) -> Iterator[Access]:
+    stem = f"cuda.matmul.allow_{dtype}_reduced_precision_reduction"
+
+    def allow(value: bool) -> None:
+        cells.put(value, True if value else cells.pair()[1])
+
+    def split(value: bool) -> None:
+        cells.put(cells.pair()[0], value)
+
+    both = (cells.cell("allow"), cells.cell("split"))
+    yield knob(
+        stem, lambda: cells.pair()[0], allow, touches=both, rank=5, couples=(f"{stem}_split_k",),
+        about=f"Whether partial sums of {dtype} products may be added up in {dtype}.",
+    )  # fmt: skip
+    pairs = isinstance(cells._get(), tuple)
+    yield knob(
+        f"{stem}_split_k", (lambda: cells.pair()[1]) if pairs else "", split if pairs else "",
+        about=f"Whether {dtype} products may be split along the summed dim; off only while "
+        "reduced precision is off too.",
+        touches=both, rank=6, since="2.10",
+        where=f"torch.backends.{stem} = (allow, split_k)",
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Setting torch's knobs: in a scope that is undone exactly, or for good from a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from polyattn.errors import FlagsError
+from polyattn.knobs import snapshot as snapshots
+from polyattn.knobs.cells import Access
+from polyattn.knobs.knob import check_value
+from polyattn.knobs.stack import Change, Entry, Stack
+from polyattn.torch.flags import tables
+from polyattn.torch.flags.tables import access
+
+__all__ = ["FlagScope", "apply", "flags"]
+
+OnConflict = Literal["warn", "refuse", "allow"]
+_ON_CONFLICT = ("warn", "refuse", "allow")
+
+_stack = Stack()
+
+
+def flags(
+    changes: Mapping[str, Any] | None = None, /, *, on_conflict: OnConflict = "warn", **named: Any
+) -> FlagScope:
+    """Return a scope in which the named knobs have the given values, and no others change.
+
+    Names are those of :func:`table`, as keywords or in a dictionary; torch's full paths are
+    accepted. On every exit what was there is put back exactly, with whatever a setting changed
+    besides its own name, also when scopes of several threads end in any order. Usable with
+    ``with``, as a decorator, and again after it ended.
+
+    Nearly all of torch's knobs are for the whole process. When another thread or task holds
+    another value, entering warns with :class:`FlagsConflictWarning`; ``on_conflict="refuse"`` makes
+    that an error, ``"allow"`` silences it.
+
+    Graphs that ``torch.compile`` made before are guarded by torch against some knobs and not
+    against others (SDPA's switches among them); enter scopes outside compiled functions.
+
+    Raises FlagsError, with nothing set: an unknown knob, a wrong type or value, a knob that this
+    build does not have or that is frozen, values that contradict each other.
+
+    >>> import torch
+    >>> with flags(**{"cuda.matmul.allow_tf32": True, "num_threads": 1}):
+    ...     torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
+    (True, 'high')
+    >>> torch.get_float32_matmul_precision()
+    'highest'
+    """
+    return FlagScope({**(changes or {}), **named}, on_conflict)
+
+
+class FlagScope(contextlib.ContextDecorator):
+    """What :func:`flags` returns. `changes` holds the knobs by their names in the table."""
+
+    def __init__(self, changes: Mapping[str, Any], on_conflict: OnConflict = "warn") -> None:
+        if on_conflict not in _ON_CONFLICT:
+            raise FlagsError(
+                f"got on_conflict={on_conflict!r}, expected one of {', '.join(_ON_CONFLICT)}."
+            )
+        self._on_conflict = on_conflict
+        self._entries: dict[int, list[Entry]] = {}
+        self._changes: list[Change] = []
+        for name, value in changes.items():
+            one = access(name)
+            if any(one is other for other, _ in self._changes):
+                raise FlagsError(f"got {one.knob.name} twice, expected it once.", one.knob.name)
+            self._changes.append((one, taken(one, value)))
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The knobs that the scope sets."""
+        return {one.knob.name: value for one, value in self._changes}
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{name!r}: {value!r}" for name, value in self.changes.items())
+        return f"flags(**{{{inner}}})"
+
+    def _recreate_cm(self) -> FlagScope:
+        """Give each call of a decorated function, in whatever thread, a scope of its own."""
+        return FlagScope(self.changes, self._on_conflict)
+
+    def __enter__(self) -> FlagScope:
+        for one, value in self._changes:  # what stood in the way may have changed since
+            taken(one, value)
+        entry = _stack.enter(self._changes, self._on_conflict)
+        self._entries.setdefault(threading.get_ident(), []).append(entry)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        mine = self._entries.get(threading.get_ident())
+        others = next((entries for entries in self._entries.values() if entries), None)
+        if not mine and not others:
+            raise FlagsError("got the end of a scope that was not entered.")
+        _stack.leave((mine or others or []).pop())
+
+
+def taken(one: Access, value: Any) -> Any:
+    """Return `value` as the knob takes it, or raise FlagsError that says why it does not."""
+    knob = one.knob
+    if knob.kind != "knob":
+        raise FlagsError(f"got {knob.name}={value!r}, which is not set: {one.lacks()}.", knob.name)
+    value = one.convert(value)
+    if one.write is not None:  # what a build lacks altogether is said before what is wrong with it
+        value = check_value(knob, value)
+    if lacking := one.lacks(value):
+        raise FlagsError(f"got {knob.name}={value!r}, which cannot be set: {lacking}.", knob.name)
+    return value
+
+
+def apply(snapshot: Mapping[str, Any], *, strict: bool = True) -> dict[str, tuple[Any, Any]]:
+    """Make torch stand as a snapshot says, for good; return what changed, as :func:`diff` does.
+
+    Only knobs whose values differ are set, those of a thread in the calling thread. Facts of the
+    build and the environment are not compared. A knob that differs and cannot be set here (another
+    build, frozen) is an error and nothing is set; with ``strict=False`` it is left as it is.
+
+    >>> import torch
+    >>> from polyattn.torch.flags import snapshot
+    >>> before = snapshot()
+    >>> torch.backends.cudnn.benchmark = True
+    >>> apply(before)
+    {'cudnn.benchmark': (True, False)}
+    """
+    wanted = snapshots.check(dict(snapshot))
+    framework = wanted[snapshots.META]["framework"]
+    if framework != "torch":
+        raise FlagsError(f"got a snapshot of {framework}, expected one of torch.")
+    now = tables.snapshot()
+    changes, left = [], []
+    for one in _to_settle(now, wanted):
+        try:
+            changes.append((one, taken(one, wanted[one.knob.name])))
+        except FlagsError as error:
+            left.append(str(error))
+    if left and strict:
+        raise FlagsError(
+            f"{len(left)} of the snapshot's knobs cannot be set here, and nothing was: "
+            f"{' '.join(left)} strict=False leaves them as they are."
+        )
+    _stack.settle(changes, lambda: _unlike(changes))
+    return snapshots.diff(now, tables.snapshot())
+
+
+_DERIVED = {"cuda.matmul.allow_tf32", "deterministic_debug_mode"}
+"""Old names of what other knobs hold whole."""
+
+
+def _to_settle(now: snapshots.Snapshot, wanted: snapshots.Snapshot) -> list[Access]:
+    """The knobs that differ, and those that setting them changes."""
+    found: dict[str, Access] = {}
+    for name in snapshots.diff(now, wanted):
+        for each in (name, *(one.knob.couples if (one := _known(name)) else ())):
+            known = _known(each)
+            if known is not None and known.knob.kind == "knob" and each in wanted:
+                found.setdefault(known.knob.name, known)
+    return [one for name, one in found.items() if name not in _DERIVED]
+
+
+def _known(name: str) -> Access | None:
+    """A snapshot of another version may hold knobs that this torch has never had."""
+    return tables.accesses().get(name)
+
+
+def _unlike(changes: Sequence[Change]) -> str:
+    for one, value in changes:
+        found = one.convert(one.read()) if one.read else value
+        if found != value:
+            return f"got a snapshot with {one.knob.name}={value!r}, which then reads as {found!r}."
+    return ""
