@@ -16,6 +16,11 @@ PROMISED = {
         *("use_backend", "set_backend", "record_selections", "numpy_attention"),
     },
     "polyattn.torch": {"attention", "explain", "plan", "scaled_dot_product_attention"},
+    "polyattn.torch.flags": {
+        *("flags", "snapshot", "diff", "apply", "table", "sdpa_priority"),
+        *("deterministic", "fastest", "full_precision"),
+    },
+    "polyattn.jax.flags": {"table", "snapshot", "diff"},
 }
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyattn.capabilities import ALL_MASKS, Capabilities, Reason
+from polyattn.capabilities import ALL_MASKS, Capabilities, Reason, arch_number
 from polyattn.native import module
 from polyattn.problem import Problem
 from polyattn.registry import Available, Backend, Missing, Probe, Registry
@@ -100,7 +100,8 @@ def _flash_extra(p: Problem) -> Iterator[Reason]:
         yield Reason("mask", f"a causal mask with T={p.q_len} > S={p.kv_len}", "T <= S")
     if p.mask and p.scale is not None and p.scale <= 0:  # the kernel scales its -inf
         yield Reason("scale", f"{p.scale} with a causal mask", "a scale > 0")
-    small = p.arch in ("sm_86", "sm_89", "sm_120", "sm_121")
+    sm = arch_number(p.arch) if p.arch else 0
+    small = 86 <= sm <= 89 or 120 <= sm <= 121
     if p.grad and small and p.head_dim > 192 and (p.head_dim <= 224 or p.dropout_p > 0):
         yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")
 

@@ -178,7 +178,8 @@ def explain(
 
     Takes a :class:`polyattn.Problem`, or the arguments of :func:`attention` (tensors may be on
     the meta device). With `facts` (see :meth:`polyattn.Facts.parse`) it answers for a machine
-    that one does not have, as far as capabilities tell.
+    that one does not have, as far as capabilities tell. For tensors on a CUDA device, refusals of
+    torch's kernels also hold the reasons that torch's own dispatcher gives.
 
     >>> from polyattn import Facts, Problem
     >>> p = Problem(
@@ -187,17 +188,25 @@ def explain(
     >>> explain(p, facts=Facts.parse("h100")).backend
     'sdpa_cudnn'
     """
+    call = None
     if isinstance(query, Problem):
         problem = query
     else:
-        problem = admit(query, key, value, **{**_DEFAULTS, **_known_options(options)}).problem
+        call = admit(query, key, value, **{**_DEFAULTS, **_known_options(options)})
+        problem = call.problem
         problem = problem.with_(device="cpu") if problem.device == "meta" else problem
     if facts is not None:
         problem = problem.with_(device=facts.device, arch=facts.arch)
     layer = None
     if supported_attention_backends is not None:
         layer = frozenset(Request.make(supported_attention_backends).names)
-    return choose(problem, wishes(backend, layer, scopes.current_scope(), _local.module), facts)
+    asked = wishes(backend, layer, scopes.current_scope(), _local.module)
+    selection = choose(problem, asked, facts)
+    if call is None or facts is not None or not query.is_cuda:
+        return selection
+    from polyattn.torch.flags.torch_reasons import explained  # only here: calls do not need it
+
+    return explained(selection, call, query, key, value)
 
 
 _DEFAULTS: dict[str, Any] = {
