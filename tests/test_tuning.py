@@ -20,9 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyattn.errors import TuningError
-from polyattn.tuning import FILE_NAME, Key, Measurement, TuningTable
+from polyattn.tuning import FILE_NAME, Key, Measurement, TuningTable, digest
 
 KEY = Key("cpu:test 2 threads", "polyattn=0.1.0 torch=2.13.0", '{"T":128}')
+SNAPSHOT = {"a": True, "polyattn.flags": {"schema": 1, "framework": "torch", "unreadable": {}}}
+DIGEST = digest(SNAPSHOT)
 OTHER_KEY = Key("cuda:test", "polyattn=0.1.0 torch=2.13.0", '{"T":128}')
 
 
@@ -58,7 +60,9 @@ def filled(path):
     """The path of a file of several pages, its entries known."""
     path.parent.mkdir()
     with TuningTable(path) as table:
-        table.record(KEY, [measured(f"backend_{i}", 1e-5 * (i + 1)) for i in range(60)])
+        many = [measured(f"backend_{i}", 1e-5 * (i + 1)) for i in range(60)]
+        table.record(KEY, many[:30])
+        table.record(KEY, many[30:], SNAPSHOT)
         entries = table.rows()
     return path, entries
 
@@ -99,6 +103,10 @@ def filled(path):
         {"error": math.nan, "verified": False},
         {"tolerance": math.inf},
         {"verified": 1},
+        {"flags": None},
+        {"flags": "a digest"},
+        {"flags": "AB" * 32},
+        {"flags": "ab" * 32 + "\n"},
         {"measured_at": "yesterday"},
         {"measured_at": "2026-01-31T12:00:00"},
         {"measured_at": "2026-01-31T12:00:00+02:00"},
@@ -295,8 +303,11 @@ def test_newer_wins_in_import_and_merge(tmp_path):
 
 
 def export_of(**row_changes):
-    row = {**dataclasses.asdict(KEY), **dataclasses.asdict(measured())}
-    return {"application": "polyattn-tuning", "schema": 1, "rows": [row, row | row_changes]}
+    row = {**dataclasses.asdict(KEY), **dataclasses.asdict(measured(flags=DIGEST))}
+    return {
+        "application": "polyattn-tuning", "schema": 2, "flags": {DIGEST: SNAPSHOT},
+        "rows": [row, row | row_changes],
+    }  # fmt: skip
 
 
 def without(name):
@@ -311,6 +322,17 @@ def without(name):
         "",
         "{",
         "null",
+        export_of(flags="0" * 64),
+        export_of(flags=DIGEST.upper()),
+        export_of(flags=None),
+        export_of() | {"flags": {}},
+        export_of() | {"flags": []},
+        export_of() | {"flags": {DIGEST: None}},
+        export_of() | {"flags": {DIGEST: [1]}},
+        export_of() | {"flags": {DIGEST: SNAPSHOT | {"a": False}}},
+        export_of() | {"flags": {DIGEST: SNAPSHOT, "0" * 64: SNAPSHOT}},
+        without("flags"),
+        {name: value for name, value in export_of().items() if name != "flags"},
         "[]",
         "[" * 100_000,
         b"\xff\xfe",
@@ -318,7 +340,8 @@ def without(name):
         '{"application": NaN}',
         {},
         export_of() | {"application": "other"},
-        export_of() | {"schema": 2},
+        export_of() | {"schema": 3},
+        export_of() | {"schema": 1},
         export_of() | {"schema": "1"},
         export_of() | {"schema": True},
         export_of() | {"extra": 1},
@@ -336,7 +359,7 @@ def without(name):
         export_of(config="{"),
         export_of(measured_at="soon"),
         export_of(device=7),
-        json.dumps(export_of()).replace('"schema": 1', '"schema": 1, "schema": 1'),
+        json.dumps(export_of()).replace('"schema": 2', '"schema": 2, "schema": 2'),
         json.dumps(export_of()).replace("2e-05", "1e999"),
         json.dumps(export_of()).replace("2e-05", "9" * 5000),
     ],
@@ -349,6 +372,12 @@ def test_import_refuses_whole(table, tmp_path, document):
         table.import_json(file)
     assert table.rows() == []
     assert not table.path.exists()
+
+
+def test_import_takes_what_the_refused_documents_were_made_from(table):
+    assert table.import_json(io.StringIO(json.dumps(export_of()))) == 1
+    assert table.rows() == [(KEY, measured(flags=DIGEST))]
+    assert table.flags() == {DIGEST: SNAPSHOT}
 
 
 def test_import_and_export_name_a_path_that_does_not_work(table, tmp_path):
@@ -389,7 +418,7 @@ def make_database(path, *statements):
 def make_newer(path):
     with TuningTable(path) as table:
         table.record(KEY, [measured()])
-    make_database(path, "PRAGMA user_version = 2")
+    make_database(path, "PRAGMA user_version = 3")
 
 
 def asides(path):
@@ -591,7 +620,7 @@ def test_a_foreign_or_newer_database_is_left_alone(path, make):
 
 def test_a_file_that_becomes_foreign_is_left_alone(path, table):
     table.record(KEY, [measured()])
-    make_database(path, "PRAGMA user_version = 2")
+    make_database(path, "PRAGMA user_version = 3")
     before = path.read_bytes()
     table.record(KEY, [measured("b")])
     assert not table.persistent

@@ -220,8 +220,10 @@ class TestTune:
         assert len(found["classes"]) == 2
         assert found["regret"] >= 1.0
         assert main(["tune", "--show", "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)
+        shown = json.loads(capsys.readouterr().out)
+        rows = shown["rows"]
         assert all(row["verified"] for row in rows)
+        assert {row["flags"] for row in rows} == set(shown["flags"]) == set(found["flags"])
         exported = str(tmp_path / "x.json")
         assert main(["tune", "--export", exported]) == 0
         assert main(["tune", "--forget", "all"]) == 0

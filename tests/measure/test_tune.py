@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
-from polyattn import Problem, tables, use_backend  # noqa: E402
+from polyattn import Problem, knobs, tables, use_backend  # noqa: E402
 from polyattn.capabilities import ALL_MASKS, Capabilities  # noqa: E402
 from polyattn.integrations.recording import Case, Recorder  # noqa: E402
 from polyattn.integrations.sdpa_patch import route_sdpa  # noqa: E402
@@ -16,6 +16,8 @@ from polyattn.measure.tune import Bounds, tune  # noqa: E402
 from polyattn.problem import MaskFacts  # noqa: E402
 from polyattn.registry import Available, Backend, registry  # noqa: E402
 from polyattn.torch import explain  # noqa: E402
+from polyattn.torch.flags import snapshot  # noqa: E402
+from polyattn.tuning import digest  # noqa: E402
 
 QUICK = Bounds(prepare_s=20.0, prepare_total_s=0.0, again=0)
 P = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=8, layout="BNTH")
@@ -68,6 +70,27 @@ def test_the_fastest_right_backend_is_stored_and_chosen():
     assert chosen.backend == min((row for _, row in rows), key=lambda row: row.median_s).backend
     assert result.cases[0].regret >= 1.0
     json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_rows_say_under_which_flags_they_were_measured():
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        result = tune([case()], bounds=QUICK)
+        in_force = snapshot()
+    finally:
+        torch.set_num_threads(before)
+    ((name, kept),) = tables.table().flags().items()
+    assert knobs.diff(kept, in_force) == {}
+    assert knobs.diff(kept, snapshot())  # the threads, at least
+    assert {row.flags for _, row in tables.table().rows()} == {name}
+    assert {row.flags for row in result.classes[0].rows} == {name}
+    plain = result.to_dict()
+    assert set(plain["flags"]) == {name}
+    assert {row["flags"] for row in plain["classes"][0]["rows"]} == {name}
+    again = tune([case(head_dim=16, value_dim=16)], bounds=QUICK)
+    assert len(tables.table().flags()) == 2
+    assert {row.flags for row in again.classes[0].rows} == {digest(snapshot())}
 
 
 def test_a_tuned_choice_never_overrides_a_request():

@@ -1,4 +1,4 @@
-"""What a record says of the machine it was made on."""
+"""What a record says of the machine it was made on, and of how the frameworks were set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from polyattn.processor import processor
 
-__all__ = ["command_line", "describe", "machine_class", "versions"]
+__all__ = ["command_line", "describe", "flags", "machine_class", "versions"]
 
 _FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
 _PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy")
@@ -56,6 +56,20 @@ def versions() -> dict[str, str | None]:
         from polyattn import __version__
 
         found["polyattn"] = __version__
+    return found
+
+
+def flags() -> dict[str, dict[str, Any]]:
+    """Return how the flags of every framework that is loaded stand now; loads none itself."""
+    found: dict[str, dict[str, Any]] = {}
+    if "torch" in sys.modules:
+        from polyattn.torch.flags import snapshot as of_torch
+
+        found["torch"] = of_torch()
+    if "jax" in sys.modules:
+        from polyattn.jax.flags import snapshot as of_jax
+
+        found["jax"] = of_jax()
     return found
 
 

@@ -41,7 +41,7 @@ def measure(*, rounds: int = 25, block_s: float = 0.002, peers: bool = True) -> 
             for row in listed
         ]
         rows.append(_first_call(names, rounds))
-    return _record(rows, rounds, quiet)
+        return _record(rows, rounds, quiet)
 
 
 def _record(rows: list[dict[str, Any]], rounds: int, quiet: Rounds) -> dict[str, Any]:
@@ -53,6 +53,7 @@ def _record(rows: list[dict[str, Any]], rounds: int, quiet: Rounds) -> dict[str,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(),
         "versions": machine.versions(),
+        "flags": machine.flags(),
         "shape": f"{cases.SHAPE} float32",
         "threads": 1,
         "rounds": rounds,

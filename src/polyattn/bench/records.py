@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polyattn.bench import flags
 from polyattn.bench.machine import machine_class
 from polyattn.errors import PolyattnError
 
@@ -45,6 +46,7 @@ def read(path: Path) -> dict[str, Any]:
             f"got {path} of the schema {record['schema']!r}, expected {SCHEMA!r}; make it again "
             "with this version of polyattn."
         )
+    flags.check(record, str(path))
     return dict(record)
 
 
@@ -57,7 +59,8 @@ _MEASURES = {
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Set the rows of two records of one kind side by side.
 
-    A row differs when the quartiles of the two do not overlap; less is noise.
+    A row differs when the quartiles of the two do not overlap; less is noise. The notes say how
+    the conditions differed: machine, versions, and each knob of the frameworks' flags.
     """
     if a.get("kind") != b.get("kind"):
         raise PolyattnError(
@@ -76,10 +79,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         for what in ("machine", "versions")
         if a[what] != b[what]
     ]
+    notes += flags.notes(a, b)
     return {
         "measure": _MEASURES[measure],
         "rows": rows,
         "notes": notes,
+        "flags": flags.difference(a, b),
         "slower": [row["name"] for row in rows if row["verdict"] == "slower"],
     }
 

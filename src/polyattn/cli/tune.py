@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from polyattn import knobs
 from polyattn.cli.arguments import number, parser, split_program
 from polyattn.cli.printing import console, emit_json, note, seconds, table
 from polyattn.cli.program import check_program
@@ -80,18 +81,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(options: argparse.Namespace) -> int:
-    rows = _table().rows()
+    rows, flags = _table().rows(), _table().flags()
+    differ, unknown = _against_now(flags)
     if options.json:
         plain = [{**_fields(key), **_fields(one)} for key, one in rows]
-        emit_json(json.loads(json.dumps(plain).replace("Infinity", "null")), options.json)
+        answer = {
+            "rows": json.loads(json.dumps(plain).replace("Infinity", "null")),
+            "flags": flags, "differ": differ, "unknown": unknown,
+        }  # fmt: skip
+        emit_json(answer, options.json)
         return 0
+    words = _in_a_word(flags, differ, unknown)
     from polyattn.problem import Problem
 
     printed = [
         (
             Problem.from_json(key.problem), one.backend, "" if one.config == "{}" else one.config,
             seconds(one.median_s) if one.verified else "", "yes" if one.verified else "WRONG",
-            f"{key.device}; {key.versions}", one.measured_at[:19],
+            words.get(one.flags, "not recorded"), f"{key.device}; {key.versions}",
+            one.measured_at[:19],
         )
         for key, one in rows
     ]  # fmt: skip
@@ -102,13 +110,72 @@ def _show(options: argparse.Namespace) -> int:
         "config",
         "median>",
         "right",
+        "flags",
         "device and versions*",
         "measured (UTC)",
     )
     out.print(table(columns, printed, f"{len(rows)} rows in {_table().path}"))
+    for name in (*differ, *unknown):
+        count = sum(one.flags == name for _, one in rows)
+        out.print(f"{words[name]}: {_counted(count)} measured under ", end="", markup=False)
+        if name in unknown:
+            out.print(
+                f"flags that cannot be compared with those now: {unknown[name]}", markup=False
+            )
+            continue
+        out.print("flags that differ from those in force now (then, and now):", markup=False)
+        for line in knobs.lines(differ[name]):
+            out.print(f"  {line}", markup=False)
     for line in _table().notices:
         note(f"tuning table: {line}")
     return 0
+
+
+def _counted(rows: int) -> str:
+    return "1 row was" if rows == 1 else f"{rows} rows were"
+
+
+def _against_now(flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return, by digest, the knobs that stood otherwise than now, and why some cannot be said."""
+    differ, unknown = {}, {}
+    now: dict[str, Any] = {}
+    for name, snapshot in flags.items():
+        try:
+            framework = knobs.check(snapshot, "a snapshot in the table")[knobs.META]["framework"]
+            if framework not in now:
+                now[framework] = _in_force(framework)
+            # What could not be read is not known to differ: some knobs need a device in use.
+            hidden = {
+                *snapshot[knobs.META]["unreadable"],
+                *now[framework][knobs.META]["unreadable"],
+            }
+            found = knobs.diff(snapshot, now[framework])
+            if known := {knob: pair for knob, pair in found.items() if knob not in hidden}:
+                differ[name] = known
+        except (PolyattnError, ImportError) as error:
+            unknown[name] = str(error)
+    return differ, unknown
+
+
+def _in_force(framework: str) -> dict[str, Any]:
+    if framework == "torch":
+        from polyattn.torch.flags import snapshot as of_torch
+
+        return of_torch()
+    if framework == "jax":
+        from polyattn.jax.flags import snapshot as of_jax
+
+        return of_jax()
+    raise PolyattnError(f"got flags of {framework!r}, expected those of torch or jax.")
+
+
+def _in_a_word(
+    flags: dict[str, Any], differ: dict[str, Any], unknown: dict[str, str]
+) -> dict[str, str]:
+    """Return what the table says of each digest; those that differ are numbered."""
+    words = dict.fromkeys(flags, "as now")
+    words |= {name: f"differ ({number})" for number, name in enumerate(differ, 1)}
+    return words | {name: f"unknown ({number})" for number, name in enumerate(unknown, 1)}
 
 
 def _fields(value: Any) -> dict[str, Any]:

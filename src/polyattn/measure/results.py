@@ -84,11 +84,15 @@ class CaseResult:
 
 @dataclass
 class ClassResult:
-    """One class of problems: the rows that were stored for it, and its cases."""
+    """One class of problems: the rows that were stored for it, and its cases.
+
+    `flags`: how torch's flags stood; the rows hold its digest.
+    """
 
     key: Key
     cases: list[CaseResult]
     rows: list[Measurement] = field(default_factory=list)
+    flags: dict[str, Any] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
@@ -138,9 +142,11 @@ class TuningResult:
         return sum(c.calls * getattr(c, what) for c in known) / fastest if fastest else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return plain data; the snapshots of flags by the digest that the rows hold."""
+        flags = {row.flags: one.flags for one in self.classes for row in one.rows}
         return {
-            "classes": [one.to_dict() for one in self.classes], "interrupted": self.interrupted,
-            "total_classes": self.total_classes, "regret": self.regret(),
-            "worst_regret": self.worst_regret(), "heuristic_regret": self.heuristic_regret(),
+            "classes": [one.to_dict() for one in self.classes], "flags": flags,
+            "interrupted": self.interrupted, "total_classes": self.total_classes,
+            "regret": self.regret(), "worst_regret": self.worst_regret(),
+            "heuristic_regret": self.heuristic_regret(),
         }  # fmt: skip

@@ -8,6 +8,7 @@ more against the fastest (the regret), because a time that made somebody win is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -27,8 +28,9 @@ from polyattn.measure.timing import Times, time_interleaved
 from polyattn.measure.verify import Truth
 from polyattn.problem import Problem
 from polyattn.registry import registry
+from polyattn.torch.flags import snapshot
 from polyattn.torch.resolve import choose, device_description, library_versions
-from polyattn.tuning import Key, Measurement
+from polyattn.tuning import Key, Measurement, digest
 
 __all__ = ["Bounds", "Progress", "tune"]
 
@@ -213,8 +215,9 @@ def _stored(key: Key, measured: list[CaseResult]) -> ClassResult:
             one.rows.append(_row([(case.calls, t) for case, t in of_label if t is not None]))
         elif wrong := next((t for _, t in of_label if t is not None and t.status == "wrong"), None):
             one.rows.append(_wrong_row(wrong))
-    table = tables.table()
-    table.record(key, one.rows)
+    one.flags = snapshot()  # as they stand where the candidates were timed a moment ago
+    one.rows = [dataclasses.replace(row, flags=digest(one.flags)) for row in one.rows]
+    tables.table().record(key, one.rows, one.flags)
     scopes.invalidate()
     return one
 

@@ -12,15 +12,10 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from polyattn.tuning.rows import (
-    APPLICATION_ID,
-    SCHEMA,
-    SCHEMA_VERSION,
-    Row,
-    create_schema,
-    select_raw,
-)
+from polyattn.tuning import rows, snapshots
+from polyattn.tuning.schema import APPLICATION_ID, SCHEMA_VERSION, SCHEMAS, create_schema, upgrade
 
 _CORRUPT = {
     sqlite3.SQLITE_CORRUPT,
@@ -39,6 +34,7 @@ class Kind(enum.Enum):
 
     FRESH = "an empty file"
     OURS = "a tuning table of this schema"
+    OLDER = "a tuning table of an older schema"
     NEWER = "a tuning table of a newer schema"
     FOREIGN = "a database of another application"
     CORRUPT = "a damaged file"
@@ -46,6 +42,10 @@ class Kind(enum.Enum):
 
 class CorruptFileError(Exception):
     """The file at the table's path is damaged."""
+
+
+class OlderFileError(Exception):
+    """The file at the table's path is whole, and of an older schema."""
 
 
 def primary_code(error: sqlite3.Error) -> int:
@@ -141,10 +141,11 @@ def _kind(connection: sqlite3.Connection) -> Kind:
         return Kind.FOREIGN if stored or version else Kind.FRESH
     if version > SCHEMA_VERSION:
         return Kind.NEWER
-    if version != SCHEMA_VERSION or stored != SCHEMA:
+    if stored != SCHEMAS.get(version):
         return Kind.CORRUPT
-    whole = connection.execute("PRAGMA integrity_check(1)").fetchall() == [("ok",)]
-    return Kind.OURS if whole else Kind.CORRUPT
+    if connection.execute("PRAGMA integrity_check(1)").fetchall() != [("ok",)]:
+        return Kind.CORRUPT
+    return Kind.OURS if version == SCHEMA_VERSION else Kind.OLDER
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
@@ -174,11 +175,40 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def readable_rows(path: Path, mode: str, timeout_s: float) -> list[Row]:
-    """Every stored row of a whole table of ours; CorruptFileError with the reason for any other."""
+class Contents(NamedTuple):
+    """All that a table's file holds, as it is stored: rows, and pairs of digest and snapshot."""
+
+    rows: list[rows.Row]
+    flags: list[tuple[object, ...]]
+
+
+def contents(path: Path, mode: str, timeout_s: float) -> Contents:
+    """What a whole table of this schema or an older one holds; CorruptFileError for any other."""
     with closing(connect(path, mode, timeout_s)) as connection:
         kind = inspect(connection)
-        if kind is not Kind.OURS:
+        if kind not in (Kind.OURS, Kind.OLDER):
             raise CorruptFileError(kind.value)
         with transaction(connection, "BEGIN"):
-            return select_raw(connection)
+            _, schema = stamp(connection)
+            flags = snapshots.select_raw(connection) if schema == SCHEMA_VERSION else []
+            return Contents(rows.select_raw(connection, schema), flags)
+
+
+def fill(connection: sqlite3.Connection, stored: Contents) -> None:
+    """Write what another file held."""
+    with transaction(connection, "BEGIN"):
+        rows.insert_raw(connection, stored.rows)
+        snapshots.insert(connection, stored.flags)
+
+
+def upgrade_if_older(path: Path, timeout_s: float) -> None:
+    """Bring a whole file of an older schema to ours: all of it or nothing.
+
+    Whether it still is older is seen in the same transaction: another process may have been first.
+    """
+    with (
+        closing(connect(path, "rw", timeout_s)) as connection,
+        transaction(connection, "BEGIN IMMEDIATE"),
+    ):
+        if _kind(connection) is Kind.OLDER:
+            upgrade(connection)

@@ -17,37 +17,47 @@ from pathlib import Path
 from typing import IO, Any
 
 from polyattn.errors import TuningError
-from polyattn.tuning.rows import COLUMNS, KEY_COLUMNS, SCHEMA_VERSION, Entry
+from polyattn.tuning import snapshots
+from polyattn.tuning.rows import COLUMNS, KEY_COLUMNS, Entry
+from polyattn.tuning.schema import SCHEMA_VERSION
+from polyattn.tuning.snapshots import Texts
 from polyattn.tuning.values import Key, Measurement, refuse, strict_json
 
 APPLICATION = "polyattn-tuning"
+_MEMBERS = ("application", "schema", "flags", "rows")
 _EXPORT = "pass a file that export_json wrote"
 
 PathOrFile = str | os.PathLike[str] | IO[str] | IO[bytes]
 
 
-def dumps(entries: Iterable[Entry]) -> str:
-    """The document of entries.
+def dumps(entries: Iterable[Entry], texts: Texts) -> str:
+    """The document of entries and of the snapshots that they name.
 
-    >>> print(dumps([]))
+    >>> print(dumps([], {}))
     {
      "application": "polyattn-tuning",
-     "schema": 1,
+     "schema": 2,
+     "flags": {},
      "rows": []
     }
     <BLANKLINE>
     """
     rows = [_plain(key, measurement) for key, measurement in entries]
-    document = {"application": APPLICATION, "schema": SCHEMA_VERSION, "rows": rows}
+    document = {
+        "application": APPLICATION,
+        "schema": SCHEMA_VERSION,
+        "flags": {name: snapshots.parsed(text) for name, text in texts.items()},
+        "rows": rows,
+    }
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
-def loads(text: str) -> list[Entry]:
-    """The entries of a document, or TuningError that names what is wrong.
+def loads(text: str) -> tuple[list[Entry], Texts]:
+    """The entries of a document and its snapshots, or TuningError that names what is wrong.
 
     >>> loads('{"application": "polyattn-tuning", "schema": 9, "rows": []}')
     Traceback (most recent call last):
-    polyattn.errors.TuningError: import: got schema 9; expected schema 1; \
+    polyattn.errors.TuningError: import: got schema 9; expected schema 1 or 2; \
 export it again with this version of polyattn
     """
     try:
@@ -57,16 +67,19 @@ export it again with this version of polyattn
     if not isinstance(document, dict) or document.get("application") != APPLICATION:
         raise refuse("import", document, f"an object whose application is {APPLICATION!r}", _EXPORT)
     schema = document.get("schema")
-    if type(schema) is not int or schema != SCHEMA_VERSION:
+    if type(schema) is not int or schema not in (1, SCHEMA_VERSION):
         raise TuningError(
-            f"import: got schema {schema!r}; expected schema {SCHEMA_VERSION}; "
+            f"import: got schema {schema!r}; expected schema 1 or {SCHEMA_VERSION}; "
             "export it again with this version of polyattn"
         )
-    _check_members("import", document, ("application", "schema", "rows"))
+    members = ("application", "schema", "rows") if schema == 1 else _MEMBERS
+    _check_members("import", document, members)
+    texts = _texts(document.get("flags", {}))
     rows = document["rows"]
     if not isinstance(rows, list):
         raise refuse("import rows", rows, "a list", _EXPORT)
-    return [_entry(number, row) for number, row in enumerate(rows)]
+    columns = [name for name in COLUMNS if schema != 1 or name != "flags"]
+    return [_entry(number, row, columns, texts) for number, row in enumerate(rows)], texts
 
 
 def read_text(source: PathOrFile, table: Path) -> str:
@@ -133,18 +146,35 @@ def _plain(key: Key, measurement: Measurement) -> dict[str, object]:
     return row
 
 
-def _entry(number: int, row: object) -> Entry:
+def _texts(flags: object) -> Texts:
+    if not isinstance(flags, dict):
+        raise refuse("import flags", flags, "an object of snapshots by digest", _EXPORT)
+    texts: Texts = {}
+    for name, snapshot in flags.items():
+        try:
+            texts[name] = snapshots.text_of(snapshot)
+        except TuningError as error:
+            raise TuningError(f"import {error}") from None
+        if (made := snapshots.digest_of(texts[name])) != name:
+            wanted = f"the snapshot whose digest this is (that of the one here is {made})"
+            raise refuse("import flags", name, wanted, _EXPORT)
+    return texts
+
+
+def _entry(number: int, row: object, columns: list[str], texts: Texts) -> Entry:
     what = f"import rows[{number}]"
     if not isinstance(row, dict):
         raise refuse(what, row, "an object", _EXPORT)
-    _check_members(what, row, COLUMNS)
-    rest = {name: row[name] for name in COLUMNS if name not in KEY_COLUMNS}
+    _check_members(what, row, columns)
+    rest = {name: row[name] for name in columns if name not in KEY_COLUMNS}
     if rest["error"] == "inf":
         rest["error"] = math.inf
     try:
-        return Key(*(row[name] for name in KEY_COLUMNS)), Measurement(**rest)
+        key, measurement = Key(*(row[name] for name in KEY_COLUMNS)), Measurement(**rest)
+        snapshots.require(measurement.flags, texts)
     except TuningError as error:
         raise TuningError(f"{what}: {error}") from None
+    return key, measurement
 
 
 def _check_members(what: str, found: dict[str, Any], expected: Iterable[str]) -> None:

@@ -1,7 +1,8 @@
-"""The rows of the tuning table in SQL: schema, writing, and reading with every value checked.
+"""The rows of the tuning table in SQL: writing, and reading with every value checked.
 
 Each row carries a checksum over its values. SQLite notices damage to its pages' structure but not
-to the values in them, and a flipped bit in a time would be a wrong answer.
+to the values in them, and a flipped bit in a time would be a wrong answer. A row names the snapshot
+of the flags that it was measured under; one whose snapshot is gone or damaged is not valid.
 """
 
 from __future__ import annotations
@@ -9,31 +10,19 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from polyattn.errors import TuningError
+from polyattn.tuning import snapshots
+from polyattn.tuning.snapshots import Texts
 from polyattn.tuning.values import Key, Measurement, instant, refuse
-
-APPLICATION_ID = 0x504C5954  # "PLYT"
-SCHEMA_VERSION = 1
 
 KEY_COLUMNS = tuple(field.name for field in dataclasses.fields(Key))
 COLUMNS = KEY_COLUMNS + tuple(field.name for field in dataclasses.fields(Measurement))
 IDENTITY = (*KEY_COLUMNS, "backend", "config")
 
-META_SQL = "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
-# One b-tree and no second index: nothing in the file can disagree with the rows themselves.
-MEASUREMENTS_SQL = """CREATE TABLE measurements (
-    device TEXT NOT NULL, versions TEXT NOT NULL, problem TEXT NOT NULL,
-    backend TEXT NOT NULL, config TEXT NOT NULL,
-    median_s REAL NOT NULL, min_s REAL NOT NULL, max_s REAL NOT NULL, repeats INTEGER NOT NULL,
-    error REAL NOT NULL, tolerance REAL NOT NULL, verified INTEGER NOT NULL,
-    measured_at TEXT NOT NULL, checksum INTEGER NOT NULL,
-    PRIMARY KEY (device, versions, problem, backend, config)
-) WITHOUT ROWID"""
-SCHEMA = {"meta": META_SQL, "measurements": MEASUREMENTS_SQL}
-
+_FLAGS = COLUMNS.index("flags")
 _ALL = ", ".join((*COLUMNS, "checksum"))
 _SELECT = f"SELECT {_ALL} FROM measurements"
 _INSERT = (
@@ -43,16 +32,6 @@ _ORDER = f" ORDER BY {', '.join(IDENTITY)}"
 
 Entry = tuple[Key, Measurement]
 Row = tuple[object, ...]
-
-
-def create_schema(connection: sqlite3.Connection) -> None:
-    """Make the tables of an empty database; the caller holds the transaction."""
-    for statement in SCHEMA.values():
-        connection.execute(statement)
-    meta = [("application", "polyattn tuning table"), ("schema", str(SCHEMA_VERSION))]
-    connection.executemany("INSERT INTO meta (name, value) VALUES (?, ?)", meta)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def encode(entry: Entry) -> Row:
@@ -88,11 +67,14 @@ def select(
         rows = connection.execute(
             f"{_SELECT} WHERE {_equal(KEY_COLUMNS)}{_ORDER}", _values(key)
         ).fetchall()
-    return decode_all(rows, report)
+    named = {name for row in rows if isinstance(name := row[_FLAGS], str) and name}
+    return decode_all(rows, snapshots.select(connection, named), report)
 
 
-def select_raw(connection: sqlite3.Connection) -> list[Row]:
-    """Every row as it is stored, for a copy."""
+def select_raw(connection: sqlite3.Connection, schema: int) -> list[Row]:
+    """Every row as it is stored in a file of this schema or an older one, for a copy."""
+    if schema == 1:
+        return connection.execute(_SELECT.replace("flags", "''")).fetchall()
     return connection.execute(_SELECT).fetchall()
 
 
@@ -101,21 +83,41 @@ def insert_raw(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
     connection.executemany(_INSERT, rows)
 
 
-def replace(connection: sqlite3.Connection, entries: Iterable[Entry]) -> None:
-    """Write entries; one with the same key, backend and config gives way."""
+def replace(connection: sqlite3.Connection, entries: list[Entry], texts: Texts) -> None:
+    """Write entries and snapshots; what has the same key, backend and config gives way.
+
+    TuningError, and the caller's transaction writes nothing, if an entry names a snapshot that is
+    neither given nor stored.
+    """
+    _write_snapshots(connection, entries, texts)
     insert_raw(connection, map(encode, entries))
+    snapshots.prune(connection)
 
 
-def replace_older(connection: sqlite3.Connection, entries: Iterable[Entry]) -> int:
+def replace_older(connection: sqlite3.Connection, entries: list[Entry], texts: Texts) -> int:
     """Write the entries that are new here or newer than what is here; their number."""
+    _write_snapshots(connection, entries, texts)
     written = 0
     for key, measurement in entries:
         identity = (*_values(key), measurement.backend, measurement.config)
         row = connection.execute(f"{_SELECT} WHERE {_equal(IDENTITY)}", identity).fetchone()
         if row is None or _is_older(row, measurement):
-            replace(connection, [(key, measurement)])
+            insert_raw(connection, [encode((key, measurement))])
             written += 1
+    snapshots.prune(connection)
     return written
+
+
+def _write_snapshots(connection: sqlite3.Connection, entries: list[Entry], texts: Texts) -> None:
+    snapshots.insert(connection, texts.items())
+    known = snapshots.select(connection, named(entries))
+    for _, measurement in entries:
+        snapshots.require(measurement.flags, known)
+
+
+def named(entries: Iterable[Entry]) -> list[str]:
+    """The digests that entries name, each once, in order."""
+    return list(dict.fromkeys(one.flags for _, one in entries if one.flags))
 
 
 def delete(
@@ -129,17 +131,23 @@ def delete(
         if value is not None
     ]
     where = _equal(name for name, _ in wanted) if wanted else "1"
-    return connection.execute(
+    deleted = connection.execute(
         f"DELETE FROM measurements WHERE {where}", [value for _, value in wanted]
     ).rowcount
+    snapshots.prune(connection)
+    return deleted
 
 
-def decode_all(rows: list[Row], report: Callable[[str], None]) -> list[Entry]:
-    """The entries of the rows that are valid; each other one is reported."""
+def decode_all(
+    rows: list[Row], known: Mapping[str, str], report: Callable[[str], None]
+) -> list[Entry]:
+    """The entries of the rows that are valid, given the snapshots; each other one is reported."""
     entries = []
     for row in rows:
         try:
-            entries.append(decode(row))
+            entry = decode(row)
+            snapshots.require(entry[1].flags, known)
+            entries.append(entry)
         except TuningError as error:
             backend = row[COLUMNS.index("backend")]
             report(f"a row of backend {backend!r} is not valid and is ignored: {error}")
@@ -162,6 +170,7 @@ def _equal(names: Iterable[str]) -> str:
     return " AND ".join(f"{name} = ?" for name in names)
 
 
-def _checksum(values: Iterable[object]) -> int:
-    text = "\x1f".join(map(repr, values))
+def _checksum(values: Sequence[object]) -> int:
+    """The sum over all values but an empty digest, so that rows from before flags keep theirs."""
+    text = "\x1f".join(map(repr, values if values[_FLAGS] else values[:_FLAGS]))
     return zlib.crc32(text.encode("utf-8", "backslashreplace"))

@@ -1,7 +1,8 @@
 """Keeping one table reachable whatever happens to its file.
 
-`Storage` opens the file at first use, notices when it is replaced, rebuilds it when it is damaged
-and falls back to memory when it is out of reach. What it did is told in `notices`.
+`Storage` opens the file at first use, brings one of an older schema to ours, notices when it is
+replaced, rebuilds it when it is damaged and falls back to memory when it is out of reach. What it
+did is told in `notices`.
 
 Three things make this safe between processes, threads and forks:
 
@@ -26,9 +27,9 @@ from typing import TypeVar
 
 from polyattn.errors import TuningError
 from polyattn.tuning import database
-from polyattn.tuning.database import CorruptFileError, Kind, transaction
+from polyattn.tuning.database import CorruptFileError, Kind, OlderFileError, transaction
 from polyattn.tuning.lock import file_lock
-from polyattn.tuning.rows import APPLICATION_ID, SCHEMA_VERSION, create_schema, insert_raw
+from polyattn.tuning.schema import APPLICATION_ID, SCHEMA_VERSION, create_schema
 
 T = TypeVar("T")
 _Identity = tuple[int, int]
@@ -153,6 +154,9 @@ class Storage:
             except _StaleError as error:
                 last = error
                 self._drop()
+            except OlderFileError as error:
+                last = error
+                self._upgrade(writing)
             except (sqlite3.Error, OSError, CorruptFileError) as error:
                 last = error
                 self._recover(error, writing)
@@ -203,6 +207,20 @@ class Storage:
             return
         if aside is not None:
             self.notice(f"was damaged; it was moved to {aside} and is rebuilt; measure again")
+
+    def _upgrade(self, holds_lock: bool) -> None:
+        """Bring an older file to this schema; its rows are used in memory where that cannot be."""
+        try:
+            with nullcontext() if holds_lock else self._lock():
+                database.upgrade_if_older(self.path, self.timeout_s)
+        except (sqlite3.Error, OSError, CorruptFileError) as error:
+            if holds_lock and database.is_busy(error):
+                raise self._busy(error) from error
+            if not (database.is_corruption(error) or database.may_pass(error)):
+                self._to_memory(
+                    f"is {Kind.OLDER.value} and cannot be brought to this one ({error})",
+                    _USE_ANOTHER,
+                )
 
     def _busy(self, error: Exception) -> TuningError:
         return TuningError(
@@ -267,6 +285,8 @@ class Storage:
                 kind = Kind.OURS
             if kind is Kind.CORRUPT:
                 raise CorruptFileError(kind.value)
+            if kind is Kind.OLDER:
+                raise OlderFileError(kind.value)
             if kind is Kind.OURS and self._on_disk() != identity:
                 raise _StaleError("it was replaced")
         except BaseException:
@@ -299,9 +319,7 @@ class Storage:
         self._changes += 1
         with suppress(sqlite3.Error, OSError, CorruptFileError, _StaleError):
             if self._on_disk() is not None:
-                rows = database.readable_rows(self.path, "ro", timeout_s=0.1)
-                with transaction(memory, "BEGIN"):
-                    insert_raw(memory, rows)
+                database.fill(memory, database.contents(self.path, "ro", timeout_s=0.1))
         self.notice(
             f"{problem}; measured times are kept in memory and lost when the process ends; {advice}"
         )

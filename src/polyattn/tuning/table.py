@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from polyattn.errors import TuningError
-from polyattn.tuning import database, exchange, rows
+from polyattn.tuning import database, exchange, rows, snapshots
 from polyattn.tuning.exchange import PathOrFile
 from polyattn.tuning.rows import Entry
+from polyattn.tuning.schema import SCHEMA_VERSION
+from polyattn.tuning.snapshots import Texts
 from polyattn.tuning.storage import Storage
 from polyattn.tuning.values import Key, Measurement, refuse
 
@@ -23,8 +27,9 @@ class TuningTable:
 
     Making one touches no disk; looking up in a file that does not exist does not create it.
     Threads, forked children and other processes may use the same file at once. A damaged file is
-    moved to `<path>.corrupt-<n>` and rebuilt; a file that is foreign, newer or out of reach is left
-    alone and the table goes on in memory (`persistent` is False). `notices` tells.
+    moved to `<path>.corrupt-<n>` and rebuilt; one of an older schema is brought to this one; a file
+    that is foreign, newer or out of reach is left alone and the table goes on in memory
+    (`persistent` is False). `notices` tells.
 
     >>> import tempfile
     >>> key = Key("cpu:x86-64 avx2 2 threads", "polyattn=0.1.0 torch=2.13.0", '{"T":128}')
@@ -82,10 +87,17 @@ class TuningTable:
         """
         return self._storage.generation()
 
-    def record(self, key: Key, measurements: Iterable[Measurement]) -> int:
+    def record(
+        self,
+        key: Key,
+        measurements: Iterable[Measurement],
+        flags: Mapping[str, Any] | None = None,
+    ) -> int:
         """Store measurements, all or none; one of the same key, backend and config is replaced.
 
-        Returns how many were given. TuningError if another program keeps the table locked.
+        `flags`: a snapshot of the framework's flags in force while they were measured, plain JSON
+        data; without it, what the measurements say themselves. Returns how many were given.
+        TuningError if another program keeps the table locked.
         """
         if not isinstance(key, Key):
             raise refuse("record key", key, "a Key", "make one with polyattn.tuning.Key")
@@ -98,9 +110,12 @@ class TuningTable:
                     "Measurement values",
                     "make them with polyattn.tuning.Measurement",
                 )
+        texts = snapshots.texts_of(flags)
+        for name in texts:
+            entries = [(key, dataclasses.replace(one, flags=name)) for _, one in entries]
         if entries:
             self._storage.write(
-                lambda connection: rows.replace(connection, entries), None, create=True
+                lambda connection: rows.replace(connection, entries, texts), None, create=True
             )
         return len(entries)
 
@@ -117,6 +132,10 @@ class TuningTable:
         """Every key that has a valid row, once, in order."""
         return list(dict.fromkeys(key for key, _ in self._select(None)))
 
+    def flags(self) -> dict[str, dict[str, Any]]:
+        """Each snapshot that rows were measured under, by the digest that is in their `flags`."""
+        return {name: snapshots.parsed(text) for name, text in self._everything()[1].items()}
+
     def forget(
         self, key: Key | None = None, device: str | None = None, backend: str | None = None
     ) -> int:
@@ -127,8 +146,8 @@ class TuningTable:
 
     def export_json(self, target: PathOrFile) -> int:
         """Write every valid row as JSON to a path (whole or not at all) or a file; their number."""
-        entries = self._select(None)
-        exchange.write_text(exchange.dumps(entries), target, self.path)
+        entries, texts = self._everything()
+        exchange.write_text(exchange.dumps(entries, texts), target, self.path)
         return len(entries)
 
     def import_json(self, source: PathOrFile) -> int:
@@ -136,31 +155,32 @@ class TuningTable:
 
         TuningError, and nothing is taken, if anything in the document is not as it should be.
         """
-        return self._take(exchange.loads(exchange.read_text(source, self.path)))
+        return self._take(*exchange.loads(exchange.read_text(source, self.path)))
 
     def merge(self, other: str | os.PathLike[str]) -> int:
         """Take the rows of another table's file that are new or newer than ours; their number.
 
         Rows of the other table that are not valid are left out, with a notice. TuningError, and
-        nothing is taken, if the file is not a whole table of this schema.
+        nothing is taken, if the file is not a whole table of this schema or an older one.
         """
         path = Path(other).absolute()
         try:
             if not path.is_file():
                 raise database.CorruptFileError("nothing, or not a regular file")
             found = self._storage.exclusively(
-                lambda: database.readable_rows(path, "rw", self._storage.timeout_s)
+                lambda: database.contents(path, "rw", self._storage.timeout_s)
             )
         except (sqlite3.Error, OSError, database.CorruptFileError) as error:
             raise TuningError(
                 f"merge: got {str(path)!r}, which is {error}; expected a tuning table of schema "
-                f"{rows.SCHEMA_VERSION}; pass the path of a {FILE_NAME}, or use import_json"
+                f"{SCHEMA_VERSION} or older; pass the path of a {FILE_NAME}, or use import_json"
             ) from error
 
         def report(problem: str) -> None:
             self._storage.notice(f"merge of {path}: {problem}")
 
-        return self._take(rows.decode_all(found, report))
+        known = snapshots.sound(found.flags)
+        return self._take(rows.decode_all(found.rows, known, report), known)
 
     def close(self) -> None:
         """Release the file. Closing twice is fine; any other use afterwards is a TuningError."""
@@ -184,9 +204,20 @@ class TuningTable:
         report = self._storage.notice
         return self._storage.read(lambda connection: rows.select(connection, key, report), [])
 
-    def _take(self, entries: list[Entry]) -> int:
+    def _everything(self) -> tuple[list[Entry], Texts]:
+        """Every valid row and the snapshots that these name, as they are at one moment."""
+        report = self._storage.notice
+
+        def both(connection: sqlite3.Connection) -> tuple[list[Entry], Texts]:
+            entries = rows.select(connection, None, report)
+            return entries, snapshots.select(connection, rows.named(entries))
+
+        nothing: tuple[list[Entry], Texts] = ([], {})
+        return self._storage.read(both, nothing)
+
+    def _take(self, entries: list[Entry], texts: Texts) -> int:
         if not entries:
             return 0
         return self._storage.write(
-            lambda connection: rows.replace_older(connection, entries), 0, create=True
+            lambda connection: rows.replace_older(connection, entries, texts), 0, create=True
         )

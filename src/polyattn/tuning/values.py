@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import reprlib
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -18,6 +19,7 @@ from polyattn.errors import TuningError
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80
 _MAX_REPEATS = 2**31 - 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def refuse(what: str, got: object, expected: str, advice: str) -> TuningError:
@@ -74,7 +76,8 @@ class Measurement:
     `error` is the distance to the float64 reference and `tolerance` what was allowed; `verified`
     says that the check passed. What is not verified can be stored and shown, but is never a best
     choice; only there `error` may be infinite (the result held NaN, or there was none).
-    `config` is brought to canonical JSON, so that equal configurations are equal text.
+    `config` is brought to canonical JSON, so that equal configurations are equal text. `flags` is
+    the digest of the snapshot of the framework's flags in force; empty where it was not recorded.
 
     >>> one = Measurement("sdpa_flash", '{"b": 1, "a": 2}', 2e-5, 1e-5, 3e-5, 20, 0.0, 1e-6, True)
     >>> one.config
@@ -95,12 +98,14 @@ class Measurement:
     tolerance: float
     verified: bool
     measured_at: str = dataclasses.field(default_factory=utc_now)
+    flags: str = ""
 
     def __post_init__(self) -> None:
         _check_text(
             "Measurement.backend", self.backend, "name the backend, for example 'sdpa_flash'"
         )
-        object.__setattr__(self, "config", canonical_json("Measurement.config", self.config))
+        if self.config != "{}":  # most rows: a look-up of times is spared the parsing
+            object.__setattr__(self, "config", canonical_json("Measurement.config", self.config))
         _check_type("Measurement.verified", self.verified, bool)
         _check_type("Measurement.repeats", self.repeats, int)
         if not 1 <= self.repeats <= _MAX_REPEATS:
@@ -120,6 +125,11 @@ class Measurement:
                 "take them from the same times"
             )
         instant(self.measured_at)
+        _check_type("Measurement.flags", self.flags, str)
+        if self.flags and not _DIGEST.fullmatch(self.flags):
+            raise refuse(
+                "Measurement.flags", self.flags, "a digest or nothing", "pass flags to record()"
+            )
 
     def _normalise(self, name: str, allowed: Callable[[float], bool], expected: str) -> None:
         """Check a number and store it as a float without a negative zero (SQLite keeps none)."""

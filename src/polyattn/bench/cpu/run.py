@@ -99,6 +99,7 @@ def in_force(kind: str, options: Options) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(),
         "versions": machine.versions(),
+        "flags": machine.flags(),
         "backend": options.backend,
         "native": _native(),
         "threads": torch.get_num_threads(),
