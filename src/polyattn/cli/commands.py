@@ -22,6 +22,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("polyattn.cli.run", "run a program with its attention routed through polyattn"),
     "tune": ("polyattn.cli.tune", "measure a program's attention problems on every backend"),
     "bench": ("polyattn.bench", "what a call costs and how fast it is, beside other libraries"),
+    "flags": (
+        "polyattn.cli.flags",
+        "the frameworks' global switches: shown, stored, compared; the presets",
+    ),
     "fuzz": ("polyattn.conformance.fuzz", "random problems against the float64 reference"),
 }
 """Each command: the module whose ``main(argv)`` it is, imported when it is used, and its line."""
@@ -86,6 +90,7 @@ def _command(name: str, arguments: list[str]) -> int:
             raise
         how = {
             "torch": "'polyattn[torch]'",
+            "jax": "'polyattn[jax]'",
             "numpy": "'polyattn[torch]'",
             "hypothesis": "'polyattn[test]'",
         }

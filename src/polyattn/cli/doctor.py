@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import platform
@@ -14,15 +15,18 @@ import polyattn
 from polyattn import settings, tables
 from polyattn.cli.arguments import parser
 from polyattn.cli.doctor_native import native_report, native_rows
+from polyattn.cli.flags_table import FRAMEWORKS, flags_of, installed, knob_table
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.errors import PolyattnError, SettingsError
+from polyattn.knobs import Row
 from polyattn.processor import processor
 from polyattn.registry import Available, registry
 
 __all__ = ["main"]
 
 SUMMARY = """Every backend: available or why not, its version, how to get it; torch, the device, the
-instruction sets, the native kernels, the tuning table, the settings. Exit code 1 if something that
+instruction sets, the native kernels, the tuning table, the settings; with --flags every global
+switch of torch and JAX too, as a new process has them. Exit code 1 if something that
 was asked for is amiss: a backend named here or in POLYATTN_BACKEND, a setting, a plugin, the cache
 directory."""
 
@@ -46,11 +50,17 @@ def main(argv: Sequence[str]) -> int:
     report["tuning"] = _guarded(lambda: _tuning(amiss), amiss)
     report["plugin_faults"] = dict(registry.faults)
     amiss += [f"plugin {name}: {fault}" for name, fault in registry.faults.items()]
+    rows = _flags(amiss) if options.flags else {}
+    if options.flags:
+        report["flags"] = {
+            name: None if found is None else [row.to_dict() for row in found]
+            for name, found in rows.items()
+        }
     report["amiss"] = list(dict.fromkeys(amiss))
     if options.json:
         emit_json(report, options.json)
     else:
-        _print(report)
+        _print(report, rows)
     return 1 if amiss else 0
 
 
@@ -59,7 +69,23 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "backends", nargs="*", metavar="BACKEND", help="backends that must be available"
     )
+    made.add_argument(
+        "--flags", action="store_true", help="every knob of torch.backends and of JAX as well"
+    )
     return made
+
+
+def _flags(amiss: list[str]) -> dict[str, list[Row] | None]:
+    """Return every framework's table; None for one that is not installed or cannot be asked."""
+    found: dict[str, list[Row] | None] = dict.fromkeys(FRAMEWORKS)
+    for name in installed():
+        rows = _guarded(functools.partial(_table_of, name), amiss)
+        found[name] = rows if isinstance(rows, list) else None
+    return found
+
+
+def _table_of(framework: str) -> list[Row]:
+    return list(flags_of(framework).table())
 
 
 def _guarded(examine: Callable[[], Any], amiss: list[str]) -> Any:
@@ -188,7 +214,7 @@ def _writable(directory: Path) -> bool:
     return directory.is_dir() and os.access(directory, os.W_OK)
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any], flags: dict[str, list[Row] | None]) -> None:
     out = console()
     torch, cpu, tuning = report["torch"], report["cpu"], report["tuning"]
     rows = [("polyattn", f"{report['polyattn']}, Python {report['python']}")]
@@ -220,10 +246,21 @@ def _print(report: dict[str, Any]) -> None:
             map(_row, report["backends"]),
         )
     )
+    _print_flags(out, flags)
     if report["amiss"]:
         out.print("\namiss:")
         for line in report["amiss"]:
             out.print(f"- {line}", markup=False)
+
+
+def _print_flags(out: Any, flags: dict[str, list[Row] | None]) -> None:
+    for name, found in flags.items():
+        out.print()
+        if found is None:
+            why = "cannot be asked" if name in installed() else "is not installed"
+            out.print(f"{name}'s flags: {name} {why}", markup=False)
+        else:
+            out.print(knob_table(found, name))
 
 
 def _row(row: dict[str, Any]) -> tuple[str, str, str, str]:

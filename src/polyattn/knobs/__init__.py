@@ -4,10 +4,10 @@ Framework-free; ``polyattn.torch.flags`` and ``polyattn.jax.flags`` hold the tab
 """
 
 from polyattn.knobs.knob import Knob, Row
-from polyattn.knobs.snapshot import ABSENT, META, check, diff, lines, make, read
+from polyattn.knobs.snapshot import ABSENT, META, check, diff, lines, make, read, read_all
 from polyattn.knobs.stack import FlagsConflictWarning
 
 __all__ = [
     "ABSENT", "META", "FlagsConflictWarning", "Knob", "Row",
-    "check", "diff", "lines", "make", "read",
+    "check", "diff", "lines", "make", "read", "read_all",
 ]  # fmt: skip

@@ -106,10 +106,16 @@ def check_value(knob: Knob, value: object) -> Any:
         fits = isinstance(value, int) and value >= knob.low
     if not fits:
         raise FlagsError(
-            f"got {knob.name}={value!r} ({type(value).__name__}), expected {expected(knob)}.",
+            f"got {knob.name}={value!r} ({_type_name(value)}), expected {expected(knob)}.",
             knob.name,
         )
     return value
+
+
+def _type_name(value: object) -> str:
+    """NumPy's bool calls itself ``bool`` too."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def expected(knob: Knob) -> str:

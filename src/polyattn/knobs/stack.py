@@ -199,11 +199,10 @@ def _put_back(values: dict[_Key, Any]) -> None:
         _write(here)
         raise
     if len(here) < len(values):
-        lost = sorted({cell.name for cell, _ in values.keys() - here.keys()})
         raise FlagsError(
-            f"a scope that set {', '.join(lost)} for one thread ended in another, expected the "
-            "same; what it set for the whole process is put back, the rest only that thread can "
-            "put back."
+            "got the end of a scope in another thread than its beginning, expected the same, as it "
+            "set knobs of a thread; what it set for the whole process is put back, the rest only "
+            "that thread could put back."
         )
 
 

@@ -21,8 +21,8 @@ import torch
 from polyattn.knobs.cells import Cells
 
 __all__ = [
-    "CELLS", "CUDNN_BOOL", "MATMUL_NAME", "Float32Cells", "cudnn_bool", "matmul_name",
-    "plain_cudnn_bool",
+    "CELLS", "CUDNN_BOOL", "INHERITS", "MATMUL_NAME", "Float32Cells",
+    "cudnn_bool", "matmul_name", "plain_cudnn_bool", "put", "put_cudnn_bool",
 ]  # fmt: skip
 
 _HAS_INITIAL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -31,17 +31,23 @@ _set = torch._C._set_fp32_precision_setter
 
 MATMUL_NAME = "float32_matmul_precision"
 CUDNN_BOOL = "cudnn.allow_tf32"
+INHERITS = "inherits.cuda.matmul"
+"""Whether CUDA's products inherit. Dynamo, compiling, stores for them what they had inherited."""
+
 _INITIAL = "initial"
 """tf32 that yields to the levels above: what torch 2.13 starts with for cuDNN's two precisions.
 
 Nothing can store it again: at::Context itself refuses ("DEFAULT precision is internal"). Whoever
-sets one of the two, torch's own ``cudnn.flags()`` included, ends it; what can be put back is a
-value that reads the same.
+sets one of the two, torch's own ``cudnn.flags()`` included, ends it. What is put back instead reads
+the same, and goes on reading the same when a level is set from here.
 """
+
+_stand_ins: dict[str, str] = {}
+"""By operator, what is stored for cuDNN in place of the initial value."""
 
 
 class Float32Cells(Cells):
-    """All eleven pieces.
+    """All eleven pieces, and whether CUDA's products inherit.
 
     What is stored below a level that is itself set can be told only by changing that level for a
     moment, always towards more precision. :meth:`read` does so if, and only if, the getters leave
@@ -56,31 +62,59 @@ class Float32Cells(Cells):
             return matmul_name()
         if name == CUDNN_BOOL:
             return cudnn_bool()
+        if name == INHERITS:
+            return _stored("cuda", "matmul") == "none"
         return _stored(*name.split("."))
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Set the old names first and then, over what their setters did, the precisions."""
-        precisions = {
-            name: value for name, value in values.items() if "." in name and name != CUDNN_BOOL
-        }
+        level = _get("cuda", "all")
+        precisions = {name: value for name, value in values.items() if name not in _NO_PRECISION}
+        standing = _standing()
         if MATMUL_NAME in values and values[MATMUL_NAME] != matmul_name():
             self._keep(precisions, "cuda.matmul", "mkldnn.matmul")
             torch._C._set_float32_matmul_precision(values[MATMUL_NAME])
         if CUDNN_BOOL in values and values[CUDNN_BOOL] != cudnn_bool():
             self._keep(precisions, "cuda.conv", "cuda.rnn")
             torch._C._set_cudnn_allow_tf32(values[CUDNN_BOOL])
+        precisions = {**{f"cuda.{kind}": _INITIAL for kind in standing}, **precisions}
         for name, value in sorted(precisions.items(), key=_level_first):
             backend, operator = name.split(".")
             _store(backend, operator, value)
+        if values.get(INHERITS) and level == _get("cuda", "matmul") != _get("cuda", "all"):
+            _set("cuda", "matmul", "none")
 
     @staticmethod
     def _keep(precisions: dict[str, Any], *names: str) -> None:
         for name in names:
             if name not in precisions:
-                precisions[name] = _stored(*name.split("."))
+                backend, operator = name.split(".")
+                precisions[name] = _stored(backend, operator)
 
 
 CELLS = Float32Cells()
+_NO_PRECISION = {MATMUL_NAME, CUDNN_BOOL, INHERITS}
+
+
+def put(backend: str, operator: str, value: str) -> None:
+    """Set one precision; what stands in for cuDNN's initial values follows the levels."""
+    standing = _standing()
+    _store(backend, operator, value)
+    for kind in standing:
+        if (backend, operator) != ("cuda", kind):
+            _store("cuda", kind, _INITIAL)
+
+
+def put_cudnn_bool(value: bool) -> None:
+    """Set the old switch, unless that would only end the initial values."""
+    if value and cudnn_bool() and {_get("cuda", "conv"), _get("cuda", "rnn")} == {"tf32"}:
+        return
+    torch._C._set_cudnn_allow_tf32(value)
+    _stand_ins.clear()
+
+
+def _standing() -> list[str]:
+    return [kind for kind in list(_stand_ins) if _stored("cuda", kind) == _INITIAL]
 
 
 def _level_first(item: tuple[str, Any]) -> bool:
@@ -90,14 +124,22 @@ def _level_first(item: tuple[str, Any]) -> bool:
 
 def _stored(backend: str, operator: str) -> str:
     """What is stored for one backend and operator, not what is inherited."""
+    raw = _raw(backend, operator)
+    if backend == "cuda" and _stand_ins.get(operator) == raw:
+        return _INITIAL
+    return raw
+
+
+def _raw(backend: str, operator: str) -> str:
     seen = _get(backend, operator)
     if backend == "generic":
         return seen
     general = _get("generic", "all")
     above = general if operator == "all" else _get(backend, "all")
-    if above == general == "none":
-        return seen
     yields = backend == "cuda" and operator in ("conv", "rnn") and _HAS_INITIAL
+    if above == general == "none":
+        fresh = yields and seen == "tf32" and operator not in _stand_ins
+        return _told_by_probe(backend, operator) if fresh else seen
     if seen != above and not (seen == "none" and yields):
         return seen
     return _told_by_probe(backend, operator)
@@ -128,8 +170,13 @@ def _level(backend: str, value: str) -> Iterator[None]:
 
 
 def _store(backend: str, operator: str, value: str) -> None:
+    if backend == "cuda":
+        _stand_ins.pop(operator, None)
     if value == _INITIAL:
+        if _raw(backend, operator) == _INITIAL:  # it was never ended
+            return
         value = "tf32" if _get(backend, "all") == _get("generic", "all") == "none" else "none"
+        _stand_ins[operator] = value
     _set(backend, operator, value)
 
 

@@ -76,8 +76,8 @@ def _sdpa_order_and_sums() -> Iterator[Access]:
         "The order in which scaled_dot_product_attention tries its kernels on CUDA.",
         type="list", convert=take_order, where="torch.nn.attention.sdpa_kernel(set_priority=True)",
         allowed="math, flash, efficient, cudnn, overrideable in some order; others keep theirs",
-        trap="CPUs ignore it. Torch's first call on a GPU may put cuDNN first. Nested "
-        "sdpa_kernel() scopes leave it changed; scopes here do not.",
+        trap="CPUs ignore it. Torch's first call on a GPU may put cuDNN first. "
+        "sdpa_kernel() inside a narrower sdpa_kernel() leaves it changed; scopes here do not.",
         aliases=("sdpa_priority", "sdp_priority"),
     )  # fmt: skip
     yield knob(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from polyattn.torch.flags.declare import XPU_BUILD, knob
 from polyattn.torch.flags.float32 import (
     CELLS,
     CUDNN_BOOL,
+    INHERITS,
     MATMUL_NAME,
     matmul_name,
     plain_cudnn_bool,
+    put,
+    put_cudnn_bool,
 )  # fmt: skip
 from polyattn.torch.flags.state import ReductionCells
 
@@ -28,8 +32,8 @@ _MIXING = (
 )
 _YIELDS = (
     "torch 2.13 starts with a tf32 that yields to fp32_precision and that nothing can set again: "
-    "after the first setting, torch's own cudnn.flags() or a scope here included, tf32 stays until "
-    "it is set."
+    "after the first setting, torch's own cudnn.flags() or a scope here included, it yields only "
+    "to levels that are set from here."
 )
 
 
@@ -68,7 +72,7 @@ def _old_names() -> Iterator[Access]:
         deprecated="2.9", replaced_by="cuda.matmul.fp32_precision",
     )  # fmt: skip
     yield knob(
-        "cudnn.allow_tf32", plain_cudnn_bool, _set_cudnn_tf32,
+        "cudnn.allow_tf32", plain_cudnn_bool, put_cudnn_bool,
         "Whether cuDNN's float32 convolutions and recurrent networks may run in TF32.",
         touches=_cells(CUDNN_BOOL, "cuda.conv", "cuda.rnn"), rank=1, trap=f"{_MIXING} {_YIELDS}",
         couples=("cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), freezes=True,
@@ -85,43 +89,47 @@ def _onednn() -> tuple[str, str]:
     return ("_get_onednn_allow_tf32", "_set_onednn_allow_tf32") if torch._C._has_xpu else ("", "")
 
 
-def _set_cudnn_tf32(value: bool) -> None:
-    stands = {name: CELLS.read([name])[name] for name in (CUDNN_BOOL, "cuda.conv", "cuda.rnn")}
-    if set(stands.values()) != {True, "tf32"} or not value:  # else it would only lose the yielding
-        torch._C._set_cudnn_allow_tf32(value)
+_OPERATORS = ("matmul", "conv", "rnn")
+_BELOW_CUDA = (
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+)
+_BELOW_ONEDNN = tuple(f"mkldnn.{operator}.fp32_precision" for operator in _OPERATORS)
 
 
 def _levels() -> Iterator[Access]:
-    shared: dict[str, Any] = {"type": "str", "freezes": True}
-    yield _level(
-        "fp32_precision", "generic", _ONEDNN, rank=2, since="2.9", **shared,
+    shared: dict[str, Any] = {"type": "str", "freezes": True, "since": "2.9"}
+    yield _precision(
+        "fp32_precision", "generic", "all", _ONEDNN, rank=2, **shared,
         about="What float32 convolutions, recurrent networks and products are computed in where "
         "nothing more special is set.",
+        couples=(
+            "cudnn.fp32_precision", "mkldnn.fp32_precision", *_BELOW_CUDA, *_BELOW_ONEDNN,
+        ),
     )  # fmt: skip
-    yield _level(
-        "cudnn.fp32_precision", "cuda", _CUDA, rank=3, since="2.9", **shared,
+    yield _precision(
+        "cudnn.fp32_precision", "cuda", "all", _CUDA, rank=3, couples=_BELOW_CUDA, **shared,
         about="The same for CUDA; cuda.matmul, cudnn.conv and cudnn.rnn inherit it.",
     )  # fmt: skip
-    yield _level(
-        "mkldnn.fp32_precision", "mkldnn", _ONEDNN, rank=3, since="2.9", **shared,
+    yield _precision(
+        "mkldnn.fp32_precision", "mkldnn", "all", _ONEDNN, rank=3, couples=_BELOW_ONEDNN, **shared,
         about="The same for oneDNN; mkldnn.matmul, mkldnn.conv and mkldnn.rnn inherit it.",
         trap="torch's attribute reads this level and sets the general one (fp32_precision); here "
         "it sets this level.",
     )  # fmt: skip
 
 
-def _level(name: str, backend: str, allowed: tuple[str, ...], **facts: Any) -> Access:
-    return _precision(name, backend, "all", allowed, **facts)
-
-
 def _precision(
     name: str, backend: str, operator: str, allowed: tuple[str, ...], *, about: str, **facts: Any
 ) -> Access:
+    touches = _cells(f"{backend}.{operator}")
+    if operator == "all" and backend != "mkldnn":
+        touches += _cells(INHERITS)
+    write = partial(put, backend, operator)
+
     def get() -> str:
         return torch._C._get_fp32_precision_getter(backend, operator)
-
-    def put(value: str) -> None:
-        torch._C._set_fp32_precision_setter(backend, operator, value)
 
     def verify(value: str) -> bool:
         """``none`` inherits, so it need not read as itself."""
@@ -130,13 +138,13 @@ def _precision(
     def settle(value: str) -> None:
         """Inherit the reading if the levels above give it, and store it if not."""
         if get() != value:
-            put("none")
+            write("none")
         if get() != value:
-            put(value)
+            write(value)
 
     return knob(
-        name, get, put, about, allowed=allowed, verify=verify, settle=settle,
-        touches=_cells(f"{backend}.{operator}"), **facts,
+        name, get, write, about, allowed=allowed, verify=verify, settle=settle, touches=touches,
+        **facts,
     )  # fmt: skip
 
 

@@ -129,7 +129,8 @@ def _unrepeatable() -> list[str]:
     work_space = settings.variable("CUBLAS_WORKSPACE_CONFIG")
     if not torch.backends.cuda.is_built() or work_space in (":4096:8", ":16:8"):
         return []
-    remark = f"CUBLAS_WORKSPACE_CONFIG is {work_space!r}; some products on CUDA raise unless it is "
+    stands = "not set" if work_space is None else repr(work_space)
+    remark = f"CUBLAS_WORKSPACE_CONFIG is {stands}; some products on CUDA raise unless it is "
     return [f"{remark}:4096:8 (or :16:8) before the program starts"]
 
 

@@ -18,10 +18,10 @@ def sdpa_priority(*kernels: Any, on_conflict: OnConflict = "warn") -> list[str] 
     """Return the order in which torch's SDPA tries its kernels or, given kernels, a scope of it.
 
     Without arguments: the order in force, by name. With some: a scope in which these come first, in
-    this order, the others after them as they were; it ends exactly, which nested
-    ``torch.nn.attention.sdpa_kernel(..., set_priority=True)`` do not. Kernels are named ``flash``,
-    ``efficient``, ``math``, ``cudnn``, ``overrideable``, by our backends' names (``sdpa_flash``) or
-    by torch's ``SDPBackend``.
+    this order, the others after them as they were. It ends exactly; torch's
+    ``sdpa_kernel(..., set_priority=True)`` inside a narrower ``sdpa_kernel`` does not. Kernels are
+    named ``flash``, ``efficient``, ``math``, ``cudnn``, ``overrideable``, by our backends' names
+    (``sdpa_flash``) or by torch's ``SDPBackend``.
 
     It is for programs that call torch's SDPA themselves, and only for CUDA: torch ignores it on
     CPUs. To run one kernel, on any device and seen by compiled code: ``polyattn.use_backend(...)``.

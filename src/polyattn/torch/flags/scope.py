@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -51,6 +53,11 @@ def flags(
     >>> torch.get_float32_matmul_precision()
     'highest'
     """
+    if changes is not None and not isinstance(changes, Mapping):
+        raise FlagsError(
+            f"got flags({changes!r}), expected knobs and values: flags(num_threads=1) or "
+            "flags({'cudnn.benchmark': True})."
+        )
     return FlagScope({**(changes or {}), **named}, on_conflict)
 
 
@@ -83,6 +90,31 @@ class FlagScope(contextlib.ContextDecorator):
     def _recreate_cm(self) -> FlagScope:
         """Give each call of a decorated function, in whatever thread, a scope of its own."""
         return FlagScope(self.changes, self._on_conflict)
+
+    def __call__(self, function: Any) -> Any:
+        """Decorate a function; coroutines and generators are covered while they run."""
+        if inspect.isasyncgenfunction(function):
+            raise FlagsError(
+                f"got the asynchronous generator {function.__name__} to decorate, expected a "
+                "function, a generator or a coroutine; enter the scope inside it with `with`."
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self._recreate_cm():
+                    return await function(*args, **kwargs)
+
+            return awaited
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def iterated(*args: Any, **kwargs: Any) -> Any:
+                with self._recreate_cm():
+                    return (yield from function(*args, **kwargs))
+
+            return iterated
+        return super().__call__(function)
 
     def __enter__(self) -> FlagScope:
         for one, value in self._changes:  # what stood in the way may have changed since
@@ -121,8 +153,10 @@ def apply(snapshot: Mapping[str, Any], *, strict: bool = True) -> dict[str, tupl
     """Make torch stand as a snapshot says, for good; return what changed, as :func:`diff` does.
 
     Only knobs whose values differ are set, those of a thread in the calling thread. Facts of the
-    build and the environment are not compared. A knob that differs and cannot be set here (another
-    build, frozen) is an error and nothing is set; with ``strict=False`` it is left as it is.
+    build and the environment are not compared, and a value of None (a knob that was not there) asks
+    for nothing. A knob that differs and cannot be set here (another build, frozen, a name that this
+    torch does not know) is an error and nothing is set; with ``strict=False`` it is left as it is.
+    Scopes in force put back what was before them when they end, whatever was applied meanwhile.
 
     >>> import torch
     >>> from polyattn.torch.flags import snapshot
@@ -131,23 +165,18 @@ def apply(snapshot: Mapping[str, Any], *, strict: bool = True) -> dict[str, tupl
     >>> apply(before)
     {'cudnn.benchmark': (True, False)}
     """
-    wanted = snapshots.check(dict(snapshot))
+    wanted = snapshots.check(snapshot)
     framework = wanted[snapshots.META]["framework"]
     if framework != "torch":
         raise FlagsError(f"got a snapshot of {framework}, expected one of torch.")
     now = tables.snapshot()
-    changes, left = [], []
-    for one in _to_settle(now, wanted):
-        try:
-            changes.append((one, taken(one, wanted[one.knob.name])))
-        except FlagsError as error:
-            left.append(str(error))
+    changes, left = _to_settle(now, wanted)
     if left and strict:
         raise FlagsError(
             f"{len(left)} of the snapshot's knobs cannot be set here, and nothing was: "
             f"{' '.join(left)} strict=False leaves them as they are."
         )
-    _stack.settle(changes, lambda: _unlike(changes))
+    _stack.settle(changes, lambda: _unlike(wanted) if strict else "")
     return snapshots.diff(now, tables.snapshot())
 
 
@@ -155,25 +184,41 @@ _DERIVED = {"cuda.matmul.allow_tf32", "deterministic_debug_mode"}
 """Old names of what other knobs hold whole."""
 
 
-def _to_settle(now: snapshots.Snapshot, wanted: snapshots.Snapshot) -> list[Access]:
-    """The knobs that differ, and those that setting them changes."""
-    found: dict[str, Access] = {}
-    for name in snapshots.diff(now, wanted):
-        for each in (name, *(one.knob.couples if (one := _known(name)) else ())):
-            known = _known(each)
-            if known is not None and known.knob.kind == "knob" and each in wanted:
-                found.setdefault(known.knob.name, known)
-    return [one for name, one in found.items() if name not in _DERIVED]
+def _to_settle(
+    now: snapshots.Snapshot, wanted: snapshots.Snapshot
+) -> tuple[list[Change], list[str]]:
+    """The knobs to set, and why others that differ cannot be."""
+    changes, left = [], []
+    for name in _touched(now, wanted):
+        known = tables.accesses().get(name)
+        if known is None:
+            left.append(f"{name!r} is not a knob of this torch.")
+        elif known.knob.kind == "knob" and wanted[name] is not None and name not in _DERIVED:
+            try:
+                changes.append((known, taken(known, wanted[name])))
+            except FlagsError as error:
+                if now.get(name) != wanted[name]:
+                    left.append(str(error))
+    return changes, left
 
 
-def _known(name: str) -> Access | None:
-    """A snapshot of another version may hold knobs that this torch has never had."""
-    return tables.accesses().get(name)
+def _touched(now: snapshots.Snapshot, wanted: snapshots.Snapshot) -> list[str]:
+    """The knobs that differ, and those that change with them, and so on."""
+    found = [name for name in snapshots.diff(now, wanted) if name in wanted]
+    for name in found:  # it grows meanwhile
+        known = tables.accesses().get(name)
+        coupled = known.knob.couples if known and known.knob.kind == "knob" else ()
+        found += [other for other in coupled if other in wanted and other not in found]
+    return found
 
 
-def _unlike(changes: Sequence[Change]) -> str:
-    for one, value in changes:
-        found = one.convert(one.read()) if one.read else value
-        if found != value:
-            return f"got a snapshot with {one.knob.name}={value!r}, which then reads as {found!r}."
+def _unlike(wanted: snapshots.Snapshot) -> str:
+    """Say which knob does not stand as wanted; empty when all do."""
+    for name, one in tables.accesses().items():
+        if one.knob.kind != "knob" or one.knob.volatile or wanted.get(name) is None:
+            continue
+        found, why = tables.read(one)
+        if found != wanted[name]:
+            reads = why or repr(found)
+            return f"got a snapshot with {name}={wanted[name]!r}, which then reads as {reads}."
     return ""
