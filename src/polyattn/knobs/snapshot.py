@@ -162,6 +162,8 @@ def read(path: str | Path, framework: str | None = None) -> Snapshot:
 def read_all(path: str | Path) -> dict[str, Snapshot]:
     """Read every snapshot in a file, by framework; as :func:`read`, and never an empty one."""
     data = _parse(path)
+    if isinstance(data, dict) and isinstance(data.get("polyattn.trace"), dict):
+        data = data["polyattn.trace"]  # the first line of a trace
     inner = data.get("flags") if isinstance(data, dict) and META not in data else None
     if not isinstance(inner, dict) or META in inner:
         one = check(inner if isinstance(inner, dict) else data, str(path))
