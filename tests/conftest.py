@@ -1,7 +1,10 @@
 """Settings for all tests: an own cache, no settings from outside, one thread per process."""
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,6 +45,38 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.environ.pop("POLYATTN_CACHE_DIR", None)
     os.environ.update(config.stash[_SAVED])
     config.stash[_CACHE].cleanup()
+
+
+@pytest.fixture(autouse=True)
+def torchs_switches_as_they_were() -> Iterator[None]:
+    """Fail a test that leaves one of torch's global switches changed; see polyattn.torch.flags.
+
+    A test that is the first to import torch in its process has nothing to compare with.
+    """
+    before = _switches()
+    yield
+    if before:
+        from polyattn.torch.flags import diff
+
+        left = diff(before, _switches())
+        assert not left, f"the test left torch's switches changed (before, now): {left}"
+
+
+def _switches() -> dict[str, Any]:
+    """How torch's switches stand; nothing where torch is not loaded, so as not to load it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    from polyattn.torch.flags import snapshot
+
+    found = {name: v for name, v in snapshot().items() if not name.startswith("env.")}
+    if torch.cuda.is_available():  # its first use adds rows, and torch's first call an order
+        found = {name: v for name, v in found.items() if not name.startswith(_OF_A_DEVICE)}
+        found["polyattn.flags"] = found["polyattn.flags"] | {"unreadable": {}}
+    return found
+
+
+_OF_A_DEVICE = ("cuda.cufft_plan_cache", "cuda.sdp_priority")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Lists polyattn's public modules, for the tests that go over all of them."""
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Iterator
 from functools import cache
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import polyattn
+from polyattn import MissingDependency
 
 FRAMEWORKS = {
     "torch",
@@ -46,3 +48,8 @@ def import_or_skip(name: str) -> ModuleType:
         if (error.name or "").partition(".")[0] not in FRAMEWORKS:
             raise
         pytest.skip(f"{name} needs {error.name}, which is not installed")
+    except MissingDependency:  # packages about a framework say themselves what they lack
+        lacking = [each for each in ("torch", "jax") if importlib.util.find_spec(each) is None]
+        if not lacking:
+            raise
+        pytest.skip(f"{name} needs {' or '.join(lacking)}, which is not installed")

@@ -104,31 +104,29 @@ def _show(options: argparse.Namespace) -> int:
         for key, one in rows
     ]  # fmt: skip
     out = console()
-    columns = (
-        "problem class*",
-        "backend",
-        "config",
-        "median>",
-        "right",
-        "flags",
-        "device and versions*",
-        "measured (UTC)",
-    )
-    out.print(table(columns, printed, f"{len(rows)} rows in {_table().path}"))
+    out.print(table(_SHOWN, printed, f"{len(rows)} rows in {_table().path}"))
     for name in (*differ, *unknown):
         count = sum(one.flags == name for _, one in rows)
         out.print(f"{words[name]}: {_counted(count)} measured under ", end="", markup=False)
-        if name in unknown:
-            out.print(
-                f"flags that cannot be compared with those now: {unknown[name]}", markup=False
-            )
-            continue
-        out.print("flags that differ from those in force now (then, and now):", markup=False)
-        for line in knobs.lines(differ[name]):
-            out.print(f"  {line}", markup=False)
+        for line in _flags_then(name, differ, unknown):
+            out.print(line, markup=False)
     for line in _table().notices:
         note(f"tuning table: {line}")
     return 0
+
+
+_SHOWN = (
+    "problem class*", "backend", "config", "median>", "right", "flags", "device and versions*",
+    "measured (UTC)",
+)  # fmt: skip
+
+
+def _flags_then(name: str, differ: dict[str, Any], unknown: dict[str, str]) -> list[str]:
+    """Say how the flags of rows differ from those now in force, or why that cannot be said."""
+    if name in unknown:
+        return [f"flags that cannot be compared with those now: {unknown[name]}"]
+    head = "flags that differ from those in force now (then, and now):"
+    return [head, *(f"  {line}" for line in knobs.lines(differ[name]))]
 
 
 def _counted(rows: int) -> str:

@@ -36,6 +36,7 @@ class Knob:
     where: str
     allowed: tuple[Any, ...] | str = ""
     low: int | None = None
+    high: int | None = None
     scope: Scope = "process"
     since: str = ""
     builds: str = ""
@@ -103,7 +104,7 @@ def check_value(knob: Knob, value: object) -> Any:
     if fits and isinstance(knob.allowed, tuple) and knob.allowed:
         fits = value in knob.allowed
     if fits and knob.low is not None:
-        fits = isinstance(value, int) and value >= knob.low
+        fits = isinstance(value, int) and knob.low <= value <= (knob.high or value)
     if not fits:
         raise FlagsError(
             f"got {knob.name}={value!r} ({_type_name(value)}), expected {expected(knob)}.",
@@ -128,7 +129,7 @@ def expected(knob: Knob) -> str:
         knob.type, "a value"
     )
     if knob.low is not None:
-        text += f", {knob.low} or more"
+        text += f" from {knob.low} to {knob.high}" if knob.high else f", {knob.low} or more"
     return f"{text}: {knob.allowed}" if knob.allowed else text
 
 

@@ -60,34 +60,54 @@ class Stack:
         self._lock = threading.RLock()
 
     def enter(self, changes: Sequence[Change], on_conflict: str) -> Entry:
-        """Set every knob or, on any error, none; what was there is noted in the entry."""
+        """Set every knob or, on any error or interrupt, none; the entry notes what was there."""
+        entry = Entry(
+            next(self._numbers), {access.knob.name: value for access, value in changes},
+            threading.current_thread().name, _site(),
+        )  # fmt: skip
+        try:
+            clashes = self._enter(entry, changes, on_conflict)
+            if clashes and on_conflict == "warn":
+                warnings.warn(" ".join(clashes), FlagsConflictWarning, stacklevel=3)
+            return entry
+        except BaseException:
+            self.leave(entry)
+            raise
+
+    def _enter(self, entry: Entry, changes: Sequence[Change], on_conflict: str) -> list[str]:
         with self._lock:
             clashes = [clash for change in changes if (clash := self._clash(change))]
             if clashes and on_conflict == "refuse":
                 raise FlagsError(
                     f"{' '.join(clashes)} on_conflict='refuse' asked for an error; nothing was set."
                 )
-            entry = Entry(
-                next(self._numbers), {access.knob.name: value for access, value in changes},
-                threading.current_thread().name, _site(),
-            )  # fmt: skip
-            entry.before = _perform(changes, lambda: _fault(changes))
+            before = _read(cell for access, _ in changes for cell in access.touches)
+            entry.before = before
             self._entries.append(entry)
             self._inside.set((*self._inside.get(), entry.number))
-        if clashes and on_conflict == "warn":
-            try:
-                warnings.warn(" ".join(clashes), FlagsConflictWarning, stacklevel=3)
-            except BaseException:  # a warning that is an error leaves nothing set either
-                self.leave(entry)
-                raise
-        return entry
+            _perform(changes, before, lambda: _fault(changes))
+            return clashes
 
     def leave(self, entry: Entry) -> None:
-        """Undo a scope; cells that a later scope holds are put back when that one ends."""
+        """Undo a scope; cells that a later scope holds are put back when that one ends.
+
+        To leave a scope that is not, or no longer, in force does nothing.
+        """
+        try:
+            self._leave(entry)
+        except BaseException:  # an interrupt may have cut it short anywhere
+            try:
+                self._leave(entry)
+            finally:
+                with self._lock:
+                    self._entries[:] = [one for one in self._entries if one is not entry]
+            raise
+
+    def _leave(self, entry: Entry) -> None:
         with self._lock:
+            if entry not in self._entries:
+                return
             later = self._entries[self._entries.index(entry) + 1 :]
-            self._entries.remove(entry)
-            self._inside.set(tuple(n for n in self._inside.get() if n != entry.number))
             now: dict[_Key, Any] = {}
             for key, value in entry.before.items():
                 heir = next((e for e in later if key in e.before), None)
@@ -95,18 +115,25 @@ class Stack:
                     now[key] = value
                 else:
                     heir.before[key] = value
-            _put_back(now)
+            foreign = _put_back(now)
+            self._inside.set(tuple(n for n in self._inside.get() if n != entry.number))
+            self._entries.remove(entry)
+        if foreign:
+            raise FlagsError(
+                "got the end of a scope in another thread than its beginning, expected the same, "
+                "as it set knobs of a thread; what it set for the whole process is put back, the "
+                "rest only that thread could put back."
+            )
 
     def settle(self, changes: Sequence[Change], fault: Callable[[], str]) -> None:
         """Bring the readings of knobs back for good or, on any error or `fault`, set none."""
         with self._lock:
-            _perform([(replace(a, write=a.settle or a.write), v) for a, v in changes], fault)
+            settling = [(replace(a, write=a.settle or a.write), v) for a, v in changes]
+            _perform(settling, _read(c for a, _ in changes for c in a.touches), fault)
 
     def _clash(self, change: Change) -> str:
         access, value = change
         name = access.knob.name
-        if access.knob.scope == "thread":
-            return ""
         cells = {(cell, 0) for cell in access.touches if not cell.per_thread}
         mine = set(self._inside.get())
         for entry in self._entries:
@@ -115,7 +142,7 @@ class Stack:
                 continue
             theirs = ", ".join(f"{knob}={held!r}" for knob, held in entry.values.items())
             return (
-                f"{name}={value!r} is for the whole process, and {entry.thread} holds {theirs} "
+                f"{name}={value!r} is not for this thread alone, and {entry.thread} holds {theirs} "
                 f"(entered at {entry.site}): while both scopes last, the later one is in force "
                 "for both."
             )
@@ -126,8 +153,7 @@ def _identical(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _perform(changes: Sequence[Change], fault: Callable[[], str]) -> dict[_Key, Any]:
-    before = _read(cell for access, _ in changes for cell in access.touches)
+def _perform(changes: Sequence[Change], before: dict[_Key, Any], fault: Callable[[], str]) -> None:
     try:
         for access, value in sorted(changes, key=lambda change: change[0].rank):
             _write_one(access, value)
@@ -136,7 +162,6 @@ def _perform(changes: Sequence[Change], fault: Callable[[], str]) -> dict[_Key, 
     except BaseException:
         _put_back(before)
         raise
-    return before
 
 
 def _write_one(access: Access, value: object) -> None:
@@ -190,20 +215,18 @@ def _by_owner(cells: Iterable[Cell]) -> dict[Cells, list[str]]:
     return owners
 
 
-def _put_back(values: dict[_Key, Any]) -> None:
-    """Write all cells, a second time if an interrupt or one owner's error cut the first short."""
+def _put_back(values: dict[_Key, Any]) -> bool:
+    """Write all cells; return whether some are another thread's, which only it can write.
+
+    A second time if an interrupt or one owner's error cut the first short.
+    """
     here = {key: value for key, value in values.items() if key[1] in (0, threading.get_ident())}
     try:
         _write(here)
     except BaseException:
         _write(here)
         raise
-    if len(here) < len(values):
-        raise FlagsError(
-            "got the end of a scope in another thread than its beginning, expected the same, as it "
-            "set knobs of a thread; what it set for the whole process is put back, the rest only "
-            "that thread could put back."
-        )
+    return len(here) < len(values)
 
 
 def _write(values: dict[_Key, Any]) -> None:

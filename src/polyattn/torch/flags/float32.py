@@ -12,6 +12,7 @@ Source: torch 2.9 to 2.13, ``aten/src/ATen/Context.{h,cpp}``; the tests try ever
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -39,11 +40,11 @@ _INITIAL = "initial"
 
 Nothing can store it again: at::Context itself refuses ("DEFAULT precision is internal"). Whoever
 sets one of the two, torch's own ``cudnn.flags()`` included, ends it. What is put back instead reads
-the same, and goes on reading the same when a level is set from here.
+the same: tf32, or none below a level that is set, and tf32 when that level is put back in turn.
 """
 
-_stand_ins: dict[str, str] = {}
-"""By operator, what is stored for cuDNN in place of the initial value."""
+_stand_ins: set[str] = set()
+"""The operators of cuDNN for which none is stored until the levels above are none again."""
 
 
 class Float32Cells(Cells):
@@ -57,32 +58,30 @@ class Float32Cells(Cells):
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self._read(name) for name in names}
 
-    def _read(self, name: str) -> str | bool:
+    def _read(self, name: str) -> Any:
         if name == MATMUL_NAME:
             return matmul_name()
         if name == CUDNN_BOOL:
             return cudnn_bool()
         if name == INHERITS:
-            return _stored("cuda", "matmul") == "none"
+            return _inheritance()
         return _stored(*name.split("."))
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Set the old names first and then, over what their setters did, the precisions."""
         level = _get("cuda", "all")
         precisions = {name: value for name, value in values.items() if name not in _NO_PRECISION}
-        standing = _standing()
         if MATMUL_NAME in values and values[MATMUL_NAME] != matmul_name():
             self._keep(precisions, "cuda.matmul", "mkldnn.matmul")
             torch._C._set_float32_matmul_precision(values[MATMUL_NAME])
         if CUDNN_BOOL in values and values[CUDNN_BOOL] != cudnn_bool():
             self._keep(precisions, "cuda.conv", "cuda.rnn")
             torch._C._set_cudnn_allow_tf32(values[CUDNN_BOOL])
-        precisions = {**{f"cuda.{kind}": _INITIAL for kind in standing}, **precisions}
         for name, value in sorted(precisions.items(), key=_level_first):
             backend, operator = name.split(".")
-            _store(backend, operator, value)
-        if values.get(INHERITS) and level == _get("cuda", "matmul") != _get("cuda", "all"):
-            _set("cuda", "matmul", "none")
+            put(backend, operator, value)
+        if INHERITS in values:
+            _inherit_again(values[INHERITS], level)
 
     @staticmethod
     def _keep(precisions: dict[str, Any], *names: str) -> None:
@@ -96,13 +95,46 @@ CELLS = Float32Cells()
 _NO_PRECISION = {MATMUL_NAME, CUDNN_BOOL, INHERITS}
 
 
+def _inheritance() -> tuple[bool, int]:
+    return _stored("cuda", "matmul") == "none", _compilations()
+
+
+def _inherit_again(noted: tuple[bool, int], level: str) -> None:
+    """Undo what Dynamo stored, if it compiled since and what is stored is what it found."""
+    inherited, compilations = noted
+    changed = level == _get("cuda", "matmul") != _get("cuda", "all")
+    if inherited and changed and compilations != _compilations():
+        _set("cuda", "matmul", "none")
+
+
+def _compilations() -> int:
+    """How many frames Dynamo has compiled in this process."""
+    return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
+
+
 def put(backend: str, operator: str, value: str) -> None:
-    """Set one precision; what stands in for cuDNN's initial values follows the levels."""
-    standing = _standing()
-    _store(backend, operator, value)
-    for kind in standing:
-        if (backend, operator) != ("cuda", kind):
-            _store("cuda", kind, _INITIAL)
+    """Set one precision; what stands in for cuDNN's initial values ends with the levels above."""
+    if backend == "cuda":
+        _stand_ins.discard(operator)
+    if value == _INITIAL:
+        value = _stand_in(operator)
+    if value:
+        _set(backend, operator, value)
+    if operator == "all" and _stand_ins and _get("cuda", "all") == _get("generic", "all") == "none":
+        for kind in list(_stand_ins):
+            if _get("cuda", kind) == "none":
+                _set("cuda", kind, "tf32")
+        _stand_ins.clear()
+
+
+def _stand_in(operator: str) -> str:
+    """What to store in place of the initial value; empty where that was never ended."""
+    if _raw("cuda", operator) == _INITIAL:
+        return ""
+    if _get("cuda", "all") == _get("generic", "all") == "none":
+        return "tf32"
+    _stand_ins.add(operator)
+    return "none"
 
 
 def put_cudnn_bool(value: bool) -> None:
@@ -113,10 +145,6 @@ def put_cudnn_bool(value: bool) -> None:
     _stand_ins.clear()
 
 
-def _standing() -> list[str]:
-    return [kind for kind in list(_stand_ins) if _stored("cuda", kind) == _INITIAL]
-
-
 def _level_first(item: tuple[str, Any]) -> bool:
     """Sort the levels before what inherits from them."""
     return not item[0].endswith(".all")
@@ -125,9 +153,8 @@ def _level_first(item: tuple[str, Any]) -> bool:
 def _stored(backend: str, operator: str) -> str:
     """What is stored for one backend and operator, not what is inherited."""
     raw = _raw(backend, operator)
-    if backend == "cuda" and _stand_ins.get(operator) == raw:
-        return _INITIAL
-    return raw
+    standing = backend == "cuda" and operator in _stand_ins and raw == "none"
+    return _INITIAL if standing else raw
 
 
 def _raw(backend: str, operator: str) -> str:
@@ -138,8 +165,7 @@ def _raw(backend: str, operator: str) -> str:
     above = general if operator == "all" else _get(backend, "all")
     yields = backend == "cuda" and operator in ("conv", "rnn") and _HAS_INITIAL
     if above == general == "none":
-        fresh = yields and seen == "tf32" and operator not in _stand_ins
-        return _told_by_probe(backend, operator) if fresh else seen
+        return _told_by_probe(backend, operator) if yields and seen == "tf32" else seen
     if seen != above and not (seen == "none" and yields):
         return seen
     return _told_by_probe(backend, operator)
@@ -167,17 +193,6 @@ def _level(backend: str, value: str) -> Iterator[None]:
         yield
     finally:
         _set(backend, "all", stored)
-
-
-def _store(backend: str, operator: str, value: str) -> None:
-    if backend == "cuda":
-        _stand_ins.pop(operator, None)
-    if value == _INITIAL:
-        if _raw(backend, operator) == _INITIAL:  # it was never ended
-            return
-        value = "tf32" if _get(backend, "all") == _get("generic", "all") == "none" else "none"
-        _stand_ins[operator] = value
-    _set(backend, operator, value)
 
 
 def matmul_name() -> str:
@@ -226,4 +241,4 @@ def cudnn_bool() -> bool:
         return True
     finally:
         for operator, value in stored.items():
-            _store("cuda", operator, value)
+            put("cuda", operator, value)

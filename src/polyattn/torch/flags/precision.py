@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -32,8 +33,8 @@ _MIXING = (
 )
 _YIELDS = (
     "torch 2.13 starts with a tf32 that yields to fp32_precision and that nothing can set again: "
-    "after the first setting, torch's own cudnn.flags() or a scope here included, it yields only "
-    "to levels that are set from here."
+    "after the first setting, torch's own cudnn.flags() or a scope here included, tf32 stays until "
+    "it is set."
 )
 
 
@@ -155,6 +156,7 @@ def _operators() -> Iterator[Access]:
         yield _precision(
             f"{home}.{operator}.fp32_precision", "cuda", operator, _CUDA, rank=4, type="str",
             about=f"What float32 {what} are computed in on CUDA; none inherits.", since="2.9",
+            couples=() if operator == "matmul" else ("cudnn.allow_tf32",),
             freezes=operator == "rnn" and "CudnnRNN" in type(torch.backends.cudnn.rnn).__name__,
             trap=_MIXING if operator == "matmul" else f"{_MIXING} {_YIELDS}",
         )  # fmt: skip
@@ -176,9 +178,14 @@ def _reductions() -> Iterator[Access]:
         "cpu.allow_fp16_reduced_precision_reduction",
         "_get_cpu_allow_fp16_reduced_precision_reduction",
         "_set_cpu_allow_fp16_reduced_precision_reduction",
-        "Whether the CPU may sum float16 products in float16 (ARM).",
+        "Whether the CPU may sum float16 products in float16 (ARM).", lacks=_no_fp16_sums,
         where="torch._C._set_cpu_allow_fp16_reduced_precision_reduction",
     )  # fmt: skip
+
+
+def _no_fp16_sums(value: bool | None = None) -> str:
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    return "only ARM processors with float16 arithmetic have it" if value and not arm else ""
 
 
 def _reduction(dtype: str, cells: ReductionCells) -> Iterator[Access]:

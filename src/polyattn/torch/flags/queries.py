@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def queries() -> Iterator[Access]:
     yield from _gpu_libraries()
     yield from _attention_functions()
     yield from _other_functions()
+    yield from _native_filters()
     yield from _environment()
 
 
@@ -155,21 +157,29 @@ def _attention_functions() -> Iterator[Access]:
 
 
 _SCOPES = {
-    "flags": ("fp32_precision",),
-    "cudnn.flags": ("cudnn.*",),
-    "mkldnn.flags": ("mkldnn.*",),
-    "nnpack.flags": ("nnpack.enabled",),
-    "nnpack.set_flags": ("nnpack.enabled",),
-    "opt_einsum.flags": ("opt_einsum.*",),
-    "miopen.flags": ("miopen.immediate",),
+    "": ("fp32_precision",),
+    "cudnn.": ("cudnn.*",),
+    "mkldnn.": ("mkldnn.*",),
+    "nnpack.": ("nnpack.enabled",),
+    "opt_einsum.": ("opt_einsum.*",),
+    "miopen.": ("miopen.immediate",),
 }
 
 
 def _other_functions() -> Iterator[Access]:
-    for name, knobs in _SCOPES.items():
+    for part, knobs in _SCOPES.items():
+        for name in ("flags", "set_flags"):
+            yield function(
+                f"{part}{name}", "Sets all of its knobs, those not named to defaults of its own.",
+                f"polyattn.torch.flags.flags(**{{...}}) over {', '.join(knobs)}",
+            )  # fmt: skip
+    for name in (
+        "disable_operations", "enable_operations", "disable_dispatch_keys",
+        "enable_dispatch_keys", "operations_disabled",
+    ):  # fmt: skip
         yield function(
-            name, "Sets all of its knobs, those not named to defaults of its own.",
-            f"polyattn.torch.flags.flags(**{{...}}) over {', '.join(knobs)}",
+            f"python_native.{name}", "Which of torch's own Triton and CuTe operators take part.",
+            "itself; python_native.disabled_operations shows how it stands", since="2.12",
         )  # fmt: skip
     yield function("cuda.cufft_plan_cache.clear", "Forgets a device's FFT plans.", "itself")
     yield function(
@@ -215,6 +225,24 @@ ENVIRONMENT = {
     "ONEDNN_MAX_CPU_ISA": "The widest instruction set that oneDNN may use.",
     "ONEDNN_DEFAULT_FPMATH_MODE": "What oneDNN may compute float32 in.",
 }
+
+
+def _native_filters() -> Iterator[Access]:
+    """What python_native's functions have switched off, by operator and by dispatch key."""
+    module = getattr(torch.backends, "python_native", None)
+    for name, attribute in (
+        ("disabled_operations", "_op_symbols"), ("disabled_dispatch_keys", "_dispatch_keys"),
+    ):  # fmt: skip
+        yield query(
+            f"python_native.{name}", partial(_filtered, module, attribute) if module else "",
+            "What is switched off of torch's own Triton and CuTe operators.", type="list",
+            where=f"torch.backends.python_native.{name.replace('disabled', 'disable')}",
+            since="2.12", why_fixed="torch.backends.python_native's functions change it",
+        )  # fmt: skip
+
+
+def _filtered(module: Any, attribute: str) -> list[str]:
+    return sorted(map(str, getattr(module._get_filter_state(), attribute)))
 
 
 def _environment() -> Iterator[Access]:

@@ -11,7 +11,12 @@ import torch.utils.deterministic
 
 from polyattn.knobs.cells import Access
 from polyattn.torch.flags.declare import knob, query
-from polyattn.torch.flags.state import DETERMINISM, THREADS, inductor_deterministic
+from polyattn.torch.flags.state import (
+    DETERMINISM,
+    THREADS,
+    inductor_deterministic,
+    put_inductor,
+)  # fmt: skip
 
 __all__ = ["running"]
 
@@ -27,13 +32,21 @@ def running() -> Iterator[Access]:
 
 def _determinism() -> Iterator[Access]:
     mode, warn, inductor = (DETERMINISM.cell(name) for name in ("mode", "warn_only", "inductor"))
+    switch = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
     yield knob(
         "deterministic_algorithms", torch.are_deterministic_algorithms_enabled, _deterministic,
         "Whether operations without a deterministic algorithm raise (or warn).",
-        where="torch.use_deterministic_algorithms", touches=(mode, inductor), rank=1,
+        where="torch.use_deterministic_algorithms", rank=1,
+        touches=(mode, inductor) if switch else (mode,),
         couples=("deterministic_debug_mode", "_inductor.config.deterministic"),
         aliases=("use_deterministic_algorithms", "are_deterministic_algorithms_enabled"),
         trap="On CUDA some matrix products need env.CUBLAS_WORKSPACE_CONFIG=:4096:8 as well.",
+    )  # fmt: skip
+    yield knob(
+        "_inductor.config.deterministic", inductor_deterministic if switch else "",
+        put_inductor if switch else "",
+        "Inductor's own switch: no measuring that could change results.", per_thread=True,
+        where="torch._inductor.config.deterministic", touches=(inductor,), rank=3, since="2.10",
     )  # fmt: skip
     yield knob(
         "deterministic_algorithms_warn_only",
@@ -44,6 +57,11 @@ def _determinism() -> Iterator[Access]:
         couples=("deterministic_debug_mode",),
         aliases=("is_deterministic_algorithms_warn_only_enabled",),
     )  # fmt: skip
+    yield from _deterministic_rest()
+
+
+def _deterministic_rest() -> Iterator[Access]:
+    mode, warn = (DETERMINISM.cell(name) for name in ("mode", "warn_only"))
     yield knob(
         "deterministic_debug_mode", torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
@@ -51,12 +69,6 @@ def _determinism() -> Iterator[Access]:
         type="int", allowed=(0, 1, 2), convert=_debug_mode, touches=(mode, warn), rank=0,
         where="torch.set_deterministic_debug_mode",
         couples=("deterministic_algorithms", "deterministic_algorithms_warn_only"),
-    )  # fmt: skip
-    yield knob(
-        "_inductor.config.deterministic", inductor_deterministic,
-        lambda value: DETERMINISM.write({"inductor": value}),
-        "Inductor's own switch: no measuring that could change results.",
-        where="torch._inductor.config.deterministic", touches=(inductor,), rank=3, since="2.10",
     )  # fmt: skip
     yield knob(
         "utils.deterministic.fill_uninitialized_memory",
@@ -82,7 +94,7 @@ def _debug_mode(value: Any) -> Any:
 def _threads() -> Iterator[Access]:
     yield knob(
         "num_threads", torch.get_num_threads, torch.set_num_threads,
-        "How many threads an operation may use.", type="int", low=1, per_thread=True,
+        "How many threads an operation may use.", type="int", low=1, high=1024, per_thread=True,
         where="torch.set_num_threads", touches=(THREADS.cell("own"), THREADS.cell("later")),
         trap="It is the calling thread's, and what threads begin with that start later; a thread "
         "that has already used torch keeps its own.",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -71,17 +71,22 @@ class FlagScope(contextlib.ContextDecorator):
             )
         self._on_conflict = on_conflict
         self._entries: dict[int, list[Entry]] = {}
-        self._changes: list[Change] = []
+        self._asked: list[Change] = []
         for name, value in changes.items():
             one = access(name)
-            if any(one is other for other, _ in self._changes):
+            if any(one is other for other, _ in self._asked):
                 raise FlagsError(f"got {one.knob.name} twice, expected it once.", one.knob.name)
-            self._changes.append((one, taken(one, value)))
+            taken(one, value)
+            self._asked.append((one, value))
 
     @property
     def changes(self) -> dict[str, Any]:
         """The knobs that the scope sets."""
-        return {one.knob.name: value for one, value in self._changes}
+        return {one.knob.name: value for one, value in self._taken()}
+
+    def _taken(self) -> list[Change]:
+        """The knobs, with values as taken now: an order of kernels depends on the moment."""
+        return [(one, taken(one, value)) for one, value in self._asked]
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{name!r}: {value!r}" for name, value in self.changes.items())
@@ -89,7 +94,8 @@ class FlagScope(contextlib.ContextDecorator):
 
     def _recreate_cm(self) -> FlagScope:
         """Give each call of a decorated function, in whatever thread, a scope of its own."""
-        return FlagScope(self.changes, self._on_conflict)
+        asked = {one.knob.name: value for one, value in self._asked}
+        return FlagScope(asked, self._on_conflict)
 
     def __call__(self, function: Any) -> Any:
         """Decorate a function; coroutines and generators are covered while they run."""
@@ -110,18 +116,19 @@ class FlagScope(contextlib.ContextDecorator):
 
             @functools.wraps(function)
             def iterated(*args: Any, **kwargs: Any) -> Any:
-                with self._recreate_cm():
-                    return (yield from function(*args, **kwargs))
+                return _iterate(function(*args, **kwargs), self._recreate_cm)
 
             return iterated
         return super().__call__(function)
 
     def __enter__(self) -> FlagScope:
-        for one, value in self._changes:  # what stood in the way may have changed since
-            taken(one, value)
-        entry = _stack.enter(self._changes, self._on_conflict)
-        self._entries.setdefault(threading.get_ident(), []).append(entry)
-        return self
+        entry = _stack.enter(self._taken(), self._on_conflict)
+        try:
+            self._entries.setdefault(threading.get_ident(), []).append(entry)
+            return self
+        except BaseException:
+            _stack.leave(entry)
+            raise
 
     def __exit__(
         self,
@@ -134,6 +141,25 @@ class FlagScope(contextlib.ContextDecorator):
         if not mine and not others:
             raise FlagsError("got the end of a scope that was not entered.")
         _stack.leave((mine or others or []).pop())
+
+
+def _iterate(inner: Any, scope: Callable[[], FlagScope]) -> Any:
+    """Run a generator in the scope, and its caller, between the items, outside of it."""
+    resume, value = inner.send, None
+    try:
+        while True:
+            with scope():
+                item = resume(value)
+            try:
+                resume, value = inner.send, (yield item)
+            except GeneratorExit:
+                with scope():
+                    inner.close()
+                raise
+            except BaseException as error:
+                resume, value = inner.throw, error
+    except StopIteration as end:
+        return end.value
 
 
 def taken(one: Access, value: Any) -> Any:

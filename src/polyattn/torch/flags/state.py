@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +15,11 @@ from polyattn.knobs.cells import Cells
 
 __all__ = [
     "DETERMINISM", "OPT_EINSUM", "THREADS", "DeterminismCells", "OptEinsumCells", "ReductionCells",
-    "ThreadCells", "inductor_deterministic",
+    "ThreadCells", "inductor_deterministic", "put_inductor",
 ]  # fmt: skip
+
+
+_INDUCTOR = "torch._inductor.config"
 
 
 class ReductionCells(Cells):
@@ -54,17 +58,29 @@ def inductor_deterministic() -> bool:
 
     Loading Inductor only to ask would take a second; unloaded, it will start as its variable says.
     """
-    config = sys.modules.get("torch._inductor.config")
+    config = sys.modules.get(_INDUCTOR)
     if config is None:
         return settings.variable("TORCHINDUCTOR_DETERMINISTIC") == "1"
     return bool(getattr(config, "deterministic", False))
 
 
+def put_inductor(value: bool) -> None:
+    """Set Inductor's own switch."""
+    importlib.import_module(_INDUCTOR).deterministic = value  # type: ignore[attr-defined]
+
+
 class DeterminismCells(Cells):
-    """Deterministic algorithms: on or off, warn or raise, and Inductor's own switch."""
+    """Deterministic algorithms: on or off, warn or raise, and Inductor's own switch.
+
+    Since torch 2.13 Inductor's configuration is that of a thread (and task).
+    """
+
+    per_thread = frozenset({"inductor"})
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
-        import torch._inductor.config  # the setter would load it and leave it set
+        names = list(names)
+        if "inductor" in names:
+            importlib.import_module(_INDUCTOR)  # the setter would load it and leave it set
 
         found = {
             "mode": torch._C._get_deterministic_algorithms(),
@@ -76,8 +92,8 @@ class DeterminismCells(Cells):
     def write(self, values: Mapping[str, Any]) -> None:
         now = {**self.read(("mode", "warn_only")), **values}
         torch._C._set_deterministic_algorithms(now["mode"], warn_only=now["warn_only"])
-        if "inductor" in values and hasattr(torch._inductor.config, "deterministic"):
-            torch._inductor.config.deterministic = values["inductor"]
+        if "inductor" in values:
+            put_inductor(values["inductor"])
 
 
 DETERMINISM = DeterminismCells()

@@ -1,0 +1,346 @@
+"""Every public callable of polyattn, and for each a call that does something.
+
+Public is what packages list in ``__all__``, and other modules that the documentation or an example
+imports from. Where a docstring has an example that runs, that is the call; the rest is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyattn import (
+    Alibi,
+    Causal,
+    Dense,
+    DenseBias,
+    Mask,
+    MissingDependency,
+    Problem,
+    Window,
+    record_selections,
+    set_backend,
+    use_backend,
+)  # fmt: skip
+from tests.public_modules import public_module_names
+
+ROOT = Path(__file__).parents[2]
+Call = Callable[[Path], object]
+
+
+def documented_modules() -> set[str]:
+    """The modules that the documentation and the examples import from."""
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return set(re.findall(r"^\s*from (polyattn[\w.]*) import", text, re.MULTILINE))
+
+
+def public_callables() -> dict[str, Any]:
+    """Every public function and class by one of its names; not exceptions, nor protocols."""
+    found: dict[str, Any] = {}
+    known: set[int] = set()
+    documented = documented_modules()
+    for name in public_module_names():
+        with contextlib.suppress(MissingDependency, ModuleNotFoundError):
+            module = importlib.import_module(name)
+            if hasattr(module, "__path__") or name in documented:
+                for leaf in getattr(module, "__all__", ()):
+                    value = getattr(module, leaf)
+                    if _counts(value) and id(value) not in known:
+                        known.add(id(value))
+                        found[f"{name}.{leaf}"] = value
+    return found
+
+
+def _counts(value: Any) -> bool:
+    ours = str(getattr(value, "__module__", "")).startswith("polyattn")
+    if inspect.isclass(value):
+        return (
+            ours
+            and not issubclass(value, BaseException)
+            and not getattr(value, "_is_protocol", False)
+        )
+    return ours and callable(value)
+
+
+def example_of(name: str, value: Any) -> Call | None:
+    """The examples in the docstring of a callable and its methods, as one call."""
+    module = sys.modules[name.rpartition(".")[0]]
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    tests = [t for t in finder.find(value, name, globs=dict(vars(module))) if t.examples]
+    if not tests:
+        return None
+
+    def call(folder: Path) -> None:
+        runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+        for test in tests:
+            runner.run(test, out=lambda text: None)
+
+    return call
+
+
+# --- the calls ---
+
+P = Problem(batch=2, q_len=8, kv_len=8, heads=4, kv_heads=4, head_dim=8, layout="BNTH")
+
+
+def qkv(*, grad: bool = False) -> list[torch.Tensor]:
+    return [torch.randn(2, 8, 4, 8, requires_grad=grad) for _ in range(3)]
+
+
+def attend(**options: Any) -> torch.Tensor:
+    from polyattn.torch import attention
+
+    return attention(*qkv(), **options)
+
+
+def cli(*arguments: str) -> int:
+    from polyattn.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return main(list(arguments))
+
+
+def program(folder: Path) -> str:
+    """A program for ``polyattn run`` and ``tune``."""
+    path = folder / "program.py"
+    path.write_text(
+        "import torch\nq = torch.randn(1, 2, 8, 8)\n"
+        "torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)\n",
+        encoding="utf-8",
+    )
+    return str(path)
+
+
+def command_line(folder: Path) -> None:
+    """Every command once, on the smallest there is."""
+    from polyattn.torch.flags import snapshot
+
+    for name, value in (("a.json", snapshot()), ("b.json", snapshot())):
+        (folder / name).write_text(__import__("json").dumps(value), encoding="utf-8")
+    for arguments in (
+        ["doctor"], ["doctor", "--json"], ["doctor", "--flags"], ["flags", "show"],
+        ["flags", "diff", str(folder / "a.json"), str(folder / "b.json")],
+        ["explain", "--batch", "1"], ["fuzz", "--problems", "2"], ["run", program(folder)],
+        ["tune", "--list"], ["--version"], ["nonsense"],
+    ):  # fmt: skip
+        with contextlib.suppress(SystemExit):
+            cli(*arguments)
+
+
+def benchmark(folder: Path) -> None:
+    """The measurement of overhead, in the fewest rounds, and a comparison of it with itself."""
+    from polyattn.bench import main
+
+    path = str(folder / "overhead.json")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        measure = ["overhead", "--rounds", "3", "--block-ms", "0.1", "--no-peers", "--out", path]
+        assert main(measure) in (0, 1)  # 1: a goal is missed, of which three rounds say nothing
+        assert main(["compare", path, path]) in (0, 1)
+    assert Path(path).stat().st_size > 1000
+
+
+def fuzzed(folder: Path) -> Any:
+    from polyattn.conformance import run
+
+    return run(3, seed=1)
+
+
+def examined(folder: Path) -> None:
+    from polyattn.conformance import Case, examine, random_case
+    from polyattn.conformance.check import subject
+    from polyattn.registry import registry
+
+    case = random_case(random.Random(0))
+    assert isinstance(case, Case)
+    seen = subject(case)
+    for backend in registry:
+        if backend.framework == "torch":
+            examine(seen, backend)
+
+
+def recorded(folder: Path) -> Any:
+    """Torch's own function, routed, listened to, written and read."""
+    from polyattn.integrations.recording import Recorder, read_record, write_record
+    from polyattn.integrations.sdpa_patch import route_sdpa, routed
+
+    recorder = Recorder()
+    q = torch.randn(1, 2, 8, 8)
+    with route_sdpa(recorder):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        routed(q, q, q)
+    write_record(recorder.record(["x"]), folder / "record.jsonl")
+    return read_record(folder / "record.jsonl")
+
+
+def tuned(folder: Path) -> None:
+    from polyattn import tables
+    from polyattn.integrations.recording import Case
+    from polyattn.measure.tune import Bounds, tune
+
+    try:
+        tune([Case(P, None, (False,) * 3, None, calls=1)], bounds=Bounds(1, 2.0, 0.0, again=0))
+        attend()
+    finally:
+        tables.table().forget()
+
+
+def registered(folder: Path) -> None:
+    from polyattn.capabilities import ALL_MASKS, Capabilities, arch_number
+    from polyattn.registry import Available, Backend, register, registry
+
+    can = Capabilities(
+        devices={"cpu"}, dtypes={"float32"}, head_dims=(1, 64, 1), masks=ALL_MASKS, strided=True
+    )
+    assert arch_number("sm_90") == 90
+    made = register(Backend(
+        "example_of_unchanged", "torch", can, lambda: Available("1"),
+        lambda: lambda p, c: lambda q, k, v, *rest: torch.zeros_like(q), None,
+    ))  # fmt: skip
+    try:
+        attend(backend=made.name)
+    finally:
+        registry.unregister(made.name)
+
+
+def selected(folder: Path) -> None:
+    from polyattn import selector
+
+    selector.get_env_variable_attn_backend()
+    before = selector.get_global_forced_attn_backend()
+    selector.global_force_attn_backend("sdpa_math")
+    try:
+        attend()
+    finally:
+        selector.global_force_attn_backend(before)
+
+
+def scopes(folder: Path) -> None:
+    block = torch.nn.Linear(2, 2)
+    with record_selections() as seen, use_backend("sdpa_math"), set_backend(block, "reference"):
+        attend(mask=Causal() & Window(left=2))
+    assert seen
+
+
+def masks_and_biases(folder: Path) -> None:
+    allowed = torch.ones(8, 8, dtype=torch.bool)
+    joined: Mask = (Causal() | Window(left=2)) & Dense(allowed)
+    attend(mask=joined)
+    attend(bias=Alibi(torch.ones(4)))
+    attend(bias=DenseBias(torch.zeros(8, 8)))
+
+
+def programs(folder: Path) -> None:
+    from polyattn import native
+
+    native.encode(Causal() & Window(left=2))
+    native.dense_program(torch.ones(1, 1, 8, 8, dtype=torch.bool))
+    with contextlib.suppress(Exception):  # where the extension is not built
+        attend(mask=Causal(), backend="native_cpu")
+
+
+def hooked(folder: Path) -> None:
+    from polyattn.hooks import ForwardHook, HookHandle, ModuleHookManager
+
+    model = torch.nn.Linear(2, 2)
+    with ModuleHookManager.of(model) as manager:
+        handle = manager.attach("example", ForwardHook())
+        assert isinstance(handle, HookHandle)
+        model(torch.zeros(1, 2)).sum().backward()
+
+
+def snapshots(folder: Path) -> None:
+    import json
+
+    from polyattn import knobs
+    from polyattn.torch.flags import FlagScope, Preset, deterministic, snapshot, table
+
+    path = folder / "snapshot.json"
+    path.write_text(json.dumps(snapshot()), encoding="utf-8")
+    assert knobs.check(knobs.read(path)) == snapshot()
+    knobs.make("torch", {}, {})
+    assert "torch" in knobs.read_all(path)
+    assert isinstance(table()[0], knobs.Row) and isinstance(table()[0].knob, knobs.Knob)
+    with FlagScope({"cudnn.benchmark": True}), deterministic() as preset:
+        assert isinstance(preset, Preset)
+
+
+def printed(folder: Path) -> None:
+    from polyattn.cli import printing
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        printing.console().print(printing.table(["a"], [["b"]]))
+        printing.note("a")
+        printing.emit_json({"a": 1})
+
+
+def traced(folder: Path) -> None:
+    from polyattn import trace
+
+    assert trace.Header and trace.TraceWriter  # which have an example
+    try:
+        trace.read(folder / "nothing.jsonl")
+    except Exception as error:
+        assert "nothing.jsonl" in str(error)
+
+
+def flexible(folder: Path) -> None:
+    attend(backend="flex")
+
+
+CALLS: dict[str, Call] = {
+    **dict.fromkeys(("polyattn.Alibi", "polyattn.DenseBias", "polyattn.Mask", "polyattn.masks.And",
+                     "polyattn.masks.Or", "polyattn.masks.Index"), masks_and_biases),
+    **dict.fromkeys(("polyattn.record_selections", "polyattn.set_backend", "polyattn.use_backend"),
+                    scopes),
+    "polyattn.bench.main": benchmark,
+    **dict.fromkeys(("polyattn.cli.main", "polyattn.cli.tune.main",
+                     "polyattn.cli.tune.print_result",
+                     "polyattn.cli.tune.progress_bar"), command_line),
+    **dict.fromkeys((f"polyattn.cli.printing.{name}" for name in
+                     ("console", "table", "note", "emit_json")), printed),
+    **dict.fromkeys(("polyattn.conformance.Case", "polyattn.conformance.Verdict",
+                     "polyattn.conformance.examine", "polyattn.conformance.random_case"), examined),
+    **dict.fromkeys(("polyattn.conformance.run", "polyattn.conformance.Report"), fuzzed),
+    "polyattn.hooks.HookHandle": hooked,
+    **dict.fromkeys((f"polyattn.integrations.recording.{name}" for name in
+                     ("Case", "Passed", "Ran", "Record", "Recorder", "read_record",
+                      "write_record")),
+                    recorded),
+    **dict.fromkeys(("polyattn.integrations.sdpa_patch.SdpaCall",
+                     "polyattn.integrations.sdpa_patch.routed"), recorded),
+    **dict.fromkeys((f"polyattn.knobs.{name}" for name in
+                     ("Knob", "Row", "check", "make", "read", "read_all")),
+                    snapshots),
+    **dict.fromkeys(("polyattn.torch.flags.FlagScope", "polyattn.torch.flags.Preset"), snapshots),
+    **dict.fromkeys(("polyattn.measure.tune.Bounds", "polyattn.measure.tune.tune"), tuned),
+    **dict.fromkeys((f"polyattn.native.{name}" for name in
+                     ("Payload", "Program", "arrays_of", "dense_program", "terms")), programs),
+    **dict.fromkeys((f"polyattn.registry.{name}" for name in
+                     ("Available", "Backend", "Missing", "Registry", "register")), registered),
+    "polyattn.capabilities.arch_number": registered,
+    **dict.fromkeys((f"polyattn.selector.{name}" for name in
+                     ("AttentionBackendEnum", "get_env_variable_attn_backend",
+                      "get_global_forced_attn_backend", "global_force_attn_backend")), selected),
+    "polyattn.torch.backends.flex.load": flexible,
+    **dict.fromkeys((f"polyattn.trace.{name}" for name in ("Record", "Trace", "line_of", "read")),
+                    traced),
+}  # fmt: skip
+"""What no docstring shows."""
+
+
+def calls() -> Iterator[tuple[str, Call | None]]:
+    """Each public callable with its call; None where there is none yet."""
+    for name, value in public_callables().items():
+        yield name, CALLS.get(name) or example_of(name, value)
