@@ -20,6 +20,10 @@ PROMISED = {
         *("flags", "snapshot", "diff", "apply", "table", "sdpa_priority"),
         *("deterministic", "fastest", "full_precision"),
     },
+    "polyattn.hooks": {
+        *("ForwardHook", "ModuleHookManager", "ActivationStatHook", "JsonlSink"),
+        *("trace", "attach_activation_trace", "trace_step"),
+    },
     "polyattn.jax.flags": {"table", "snapshot", "diff"},
 }
 

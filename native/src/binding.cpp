@@ -14,6 +14,7 @@
 
 #include "dispatch.h"
 #include "polyattn/arguments.h"
+#include "statistics/statistics.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -287,6 +288,43 @@ void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, d
   run(kernels.backward, a);
 }
 
+Tensor read_tensor(int element, int64_t data, nb::handle sizes, nb::handle strides) {
+  Tensor tensor;
+  tensor.data = reinterpret_cast<const void*>(static_cast<intptr_t>(data));
+  tensor.element = static_cast<Element>(element);
+  const Py_ssize_t dims = PyTuple_Check(sizes.ptr()) ? NB_TUPLE_GET_SIZE(sizes.ptr()) : 0;
+  if (dims > kMaxDims) refuse("sizes: expected 0 to 64 of them");
+  tensor.dims = static_cast<int32_t>(dims);
+  Reader size(sizes, "sizes", "of integers", tensor.dims);
+  Reader stride(strides, "strides", "as long as sizes", tensor.dims);
+  for (int i = 0; i < tensor.dims; ++i) {
+    tensor.sizes[i] = size.integer();
+    tensor.strides[i] = stride.integer();
+  }
+  return tensor;
+}
+
+void trace_statistics(int isa, int threads, int element, int64_t data, nb::handle sizes,
+                      nb::handle strides, int64_t out) {
+  constexpr int64_t kShort = 32768;  // others wait for these for some microseconds
+  const Kernels& kernels = chosen(isa);
+  const Tensor tensor = read_tensor(element, data, sizes, strides);
+  if (threads < 1 || threads > 1024) refuse("threads must be 1 to 1024");
+  if (const char* complaint = check(tensor)) refuse(complaint);
+  double* const row = reinterpret_cast<double*>(static_cast<intptr_t>(out));
+  if (row == nullptr) refuse("out: got a null pointer");
+  int64_t count = 1;
+  for (int i = 0; i < tensor.dims; ++i) count *= tensor.sizes[i];
+  bool done;
+  if (count <= kShort) {
+    done = statistics(kernels, 1, tensor, row);
+  } else {
+    const nb::gil_scoped_release released;
+    done = statistics(kernels, threads, tensor, row);
+  }
+  if (!done) throw std::bad_alloc();  // MemoryError
+}
+
 struct Spin {
   const Kernels* kernels;
   bool bf16;
@@ -363,6 +401,9 @@ NB_MODULE(_native, m) {
         "softcap"_a, "q"_a, "k"_a, "v"_a, "lse"_a, "terms"_a, "packed"_a.none(), "bias"_a.none(),
         "slopes"_a.none(), "sinks"_a.none(), "dout"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,
         "dbias"_a.none(), "Gradients of one attention call.");
+  m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a,
+        "sizes"_a, "strides"_a, "out"_a,
+        "85 float64 numbers of a tensor: see native/src/statistics/statistics.h.");
   m.def("spin", &polyattn::spin, "isa"_a, "bf16"_a, "iterations"_a, "threads"_a,
         "(operations, seconds) of multiply-adds from registers only: the peak of this processor.");
   m.def("threads_in_use", &polyattn::pool_name, "Whose threads the kernels run on.");

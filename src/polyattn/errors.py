@@ -10,6 +10,7 @@
     ├── SettingsError       (ValueError)    an environment variable holds a value that means nothing
     ├── TuningError         (ValueError)    a tuning or record file that cannot be read
     ├── FlagsError          (ValueError)    a knob or snapshot of a framework: not as asked
+    ├── HookError           (ValueError)    a hook that cannot be attached, or that misbehaved
     ├── TraceError
     └── OffloadError
 
@@ -24,6 +25,7 @@ from typing import Any
 
 __all__ = [
     "FlagsError",
+    "HookError",
     "InvalidProblem",
     "MissingDependency",
     "OffloadError",
@@ -96,6 +98,10 @@ class SettingsError(PolyattnError, ValueError):
 
 class TuningError(PolyattnError, ValueError):
     """A tuning or record file that is corrupt, foreign or of another schema."""
+
+
+class HookError(PolyattnError, ValueError):
+    """A hook that cannot be attached as asked, or that returned what no module call can take."""
 
 
 class TraceError(PolyattnError):

@@ -8,6 +8,11 @@
 | ``POLYATTN_TUNING`` | ``on`` (default), ``off`` | whether measured times count |
 | ``POLYATTN_PLUGINS`` | ``on`` (default), ``off`` | whether other packages' backends load |
 | ``POLYATTN_NATIVE_ISA`` | ``best`` (default), ``avx2``, ... | instruction set of native_cpu |
+| ``POLYATTN_TRACE_ACTIVATIONS`` | ``0`` (default), ``1`` | whether models are traced |
+| ``POLYATTN_TRACE_LAYERS`` | a regular expression; default all | modules to trace, by name |
+| ``POLYATTN_TRACE_STATS`` | names, as ``abs_mean,max``; default all | what to keep of a tensor |
+| ``POLYATTN_TRACE_STEPS`` | ``0,5``, ``0-3``; default all | steps to trace |
+| ``POLYATTN_TRACE_OUTPUT`` | a file (``polyattn-trace.jsonl``) | where the trace goes |
 
 A value that means nothing is an error that lists the valid ones, never ignored.
 """
@@ -26,7 +31,7 @@ from polyattn.errors import SettingsError, near_matches
 
 __all__ = [
     "BACKEND", "NATIVE_ISAS", "VARIABLES", "Settings", "compiler", "current", "raw", "reload",
-    "variable",
+    "steps_of", "variable",
 ]  # fmt: skip
 
 VARIABLES = (
@@ -36,6 +41,11 @@ VARIABLES = (
     "POLYATTN_TUNING",
     "POLYATTN_PLUGINS",
     "POLYATTN_NATIVE_ISA",
+    "POLYATTN_TRACE_ACTIVATIONS",
+    "POLYATTN_TRACE_LAYERS",
+    "POLYATTN_TRACE_STATS",
+    "POLYATTN_TRACE_STEPS",
+    "POLYATTN_TRACE_OUTPUT",
 )
 
 NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon")
@@ -56,6 +66,11 @@ class Settings:
     tuning: bool
     plugins: bool
     native_isa: str = "best"
+    trace_activations: bool = False
+    trace_layers: str | None = None
+    trace_stats: tuple[str, ...] | None = None
+    trace_steps: frozenset[int] | None = None
+    trace_output: Path = Path("polyattn-trace.jsonl")
 
     @classmethod
     def parse(cls, environ: dict[str, str]) -> Settings:
@@ -67,6 +82,11 @@ class Settings:
             tuning=_choice(environ, "POLYATTN_TUNING", ("on", "off")) == "on",
             plugins=_choice(environ, "POLYATTN_PLUGINS", ("on", "off")) == "on",
             native_isa=_choice(environ, "POLYATTN_NATIVE_ISA", ("best", *NATIVE_ISAS)),
+            trace_activations=_choice(environ, "POLYATTN_TRACE_ACTIVATIONS", _OFF + _ON) in _ON,
+            trace_layers=environ.get("POLYATTN_TRACE_LAYERS", "").strip() or None,
+            trace_stats=_list(environ.get("POLYATTN_TRACE_STATS", "")),
+            trace_steps=_steps(environ.get("POLYATTN_TRACE_STEPS", "").strip()),
+            trace_output=_output(environ.get("POLYATTN_TRACE_OUTPUT", "").strip()),
         )
 
 
@@ -82,6 +102,47 @@ def _choice(environ: dict[str, str], variable: str, valid: tuple[str, ...]) -> s
             f"{near_matches(value, valid)} Unset it for the default ({valid[0]})."
         )
     return value
+
+
+_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+_MOST_STEPS = 1_000_000
+
+
+def _list(value: str) -> tuple[str, ...] | None:
+    return tuple(name.strip() for name in value.split(",") if name.strip()) or None
+
+
+def _output(value: str) -> Path:
+    return Path(value).expanduser() if value else Settings.trace_output
+
+
+def _steps(value: str) -> frozenset[int] | None:
+    if not value:
+        return None
+    try:
+        return steps_of(value)
+    except ValueError as error:
+        raise SettingsError(f"got POLYATTN_TRACE_STEPS={value!r}, {error}") from None
+
+
+def steps_of(text: str) -> frozenset[int]:
+    """Return the steps that a text names: numbers and ranges, with commas between them.
+
+    Raises ValueError for a text that names none, whose message says what was expected.
+
+    >>> sorted(steps_of("0, 5-7"))
+    [0, 5, 6, 7]
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        ends = [end.strip() for end in part.split("-")]
+        if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
+            raise ValueError(f"expected steps such as 0,5 or 0-3, and {part.strip()!r} is none.")
+        first, last = int(ends[0]), int(ends[-1])
+        if last < first or last - first >= _MOST_STEPS:
+            raise ValueError(f"expected ranges that ascend, as 0-3, and {part.strip()!r} does not.")
+        found.update(range(first, last + 1))
+    return frozenset(found)
 
 
 def _cache_dir(environ: dict[str, str]) -> Path:

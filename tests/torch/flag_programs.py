@@ -165,8 +165,10 @@ class Program:
     def _free(self) -> dict[str, tuple[Cell, ...]]:
         """Choose knobs that are assigned directly and that no scope will name."""
         names = self.chance.sample(sorted(self.values), self.chance.randint(1, 3))
-        alone = [name for name in names if accesses()[name].knob.scope == "process"]
-        return {name: accesses()[name].touches for name in alone}
+        touched = {name: accesses()[name].touches for name in names}
+        return {  # what belongs to a thread, only that thread could put back
+            name: cells for name, cells in touched.items() if not any(c.per_thread for c in cells)
+        }
 
     def some_changes(self) -> dict[str, Any]:
         """Random values for a few random knobs; knobs that share state come often."""

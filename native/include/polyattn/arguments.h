@@ -100,6 +100,9 @@ enum class Pass { forward, backward };
 // Returns nullptr when the call may run, else what is wrong with it.
 const char* check(const Arguments& a, Pass pass);
 
+enum class Element : int32_t;  // statistics/statistics.h
+struct Summary;
+
 // One instruction set. `name` is what POLYATTN_NATIVE_ISA takes.
 struct Kernels {
   const char* name;
@@ -109,6 +112,8 @@ struct Kernels {
   // Runs independent multiply-adds from registers only; returns the operations done (bf16: with the
   // instruction set's dot products where it has them, else 0).
   double (*spin)(bool bf16, int64_t iterations);
+  // Adds a run of elements, the first of them the first one of a block of 64, to a summary.
+  void (*summarize)(Element element, const void* run, int64_t count, uint64_t block, Summary& s);
 };
 
 // Those that this build has and this processor runs, best first; ends with nullptr.

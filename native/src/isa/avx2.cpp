@@ -5,6 +5,7 @@
 #include "kernel/simd_avx2.h"
 
 #include "kernel/passes.h"
+#include "statistics/run.h"
 
 namespace polyattn {
 
@@ -14,6 +15,7 @@ const Kernels kAvx2 = {
     avx2::forward<avx2::Simd, avx2::FloatUnit>,
     avx2::backward<avx2::Simd, avx2::FloatUnit>,
     avx2::spin_both<avx2::Simd, avx2::FloatUnit>,
+    avx2::summarize<avx2::Simd>,
 };
 
 }  // namespace polyattn

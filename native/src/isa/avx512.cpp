@@ -5,6 +5,7 @@
 #include "kernel/simd_avx512.h"
 
 #include "kernel/passes.h"
+#include "statistics/run.h"
 
 namespace polyattn {
 
@@ -14,6 +15,7 @@ const Kernels kAvx512 = {
     avx512::forward<avx512::Simd, avx512::FloatUnit>,
     avx512::backward<avx512::Simd, avx512::FloatUnit>,
     avx512::spin_both<avx512::Simd, avx512::FloatUnit>,
+    avx512::summarize<avx512::Simd>,
 };
 
 }  // namespace polyattn

@@ -5,6 +5,7 @@
 #include "kernel/simd_avx512bf16.h"
 
 #include "kernel/passes.h"
+#include "statistics/run.h"
 
 namespace polyattn {
 
@@ -14,6 +15,7 @@ const Kernels kAvx512Bf16 = {
     avx512bf16::forward<avx512bf16::PairSimd, avx512bf16::PairUnit>,
     avx512bf16::backward<avx512bf16::PairSimd, avx512bf16::PairUnit>,
     avx512bf16::spin_both<avx512bf16::PairSimd, avx512bf16::PairUnit>,
+    avx512bf16::summarize<avx512bf16::PairSimd>,
 };
 
 }  // namespace polyattn

@@ -5,6 +5,7 @@
 #include "kernel/simd_four.h"
 
 #include "kernel/passes.h"
+#include "statistics/run.h"
 
 namespace polyattn {
 
@@ -14,6 +15,7 @@ const Kernels kGeneric = {
     generic::forward<generic::Simd, generic::FloatUnit>,
     generic::backward<generic::Simd, generic::FloatUnit>,
     generic::spin_both<generic::Simd, generic::FloatUnit>,
+    generic::summarize<generic::Simd>,
 };
 
 }  // namespace polyattn

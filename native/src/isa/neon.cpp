@@ -5,6 +5,7 @@
 #include "kernel/simd_four.h"
 
 #include "kernel/passes.h"
+#include "statistics/run.h"
 
 namespace polyattn {
 
@@ -14,6 +15,7 @@ const Kernels kNeon = {
     neon::forward<neon::Simd, neon::FloatUnit>,
     neon::backward<neon::Simd, neon::FloatUnit>,
     neon::spin_both<neon::Simd, neon::FloatUnit>,
+    neon::summarize<neon::Simd>,
 };
 
 }  // namespace polyattn

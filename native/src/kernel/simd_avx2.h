@@ -22,6 +22,15 @@ struct Simd {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
   }
   static POLYATTN_INLINE Vec load(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  static POLYATTN_INLINE Vec load(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+  }
+  static POLYATTN_INLINE Vec load(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+  }
+  static POLYATTN_INLINE Vec load(const int16_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
   template <class T>
   static POLYATTN_INLINE Vec load_some(const T* p, int n) {
     T values[kLanes] = {};
@@ -51,6 +60,7 @@ struct Simd {
   static POLYATTN_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
   // the second operand where one is NaN
   static POLYATTN_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+  static POLYATTN_INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
   static POLYATTN_INLINE Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
   static POLYATTN_INLINE Vec less_select(Vec a, Vec b, Vec yes, Vec no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
@@ -59,6 +69,34 @@ struct Simd {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i set = _mm256_and_si256(_mm256_set1_epi32(int(bits & 0xff)), lane);
     return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
+  }
+  // -x in the lanes whose bits are set
+  static POLYATTN_INLINE Vec negate(uint64_t bits, Vec x) {
+    return _mm256_xor_ps(x, _mm256_and_ps(bits_on_top(bits), fill(-0.0f)));
+  }
+  // sum + x there, the sum elsewhere
+  static POLYATTN_INLINE Vec add_some(Vec sum, uint64_t bits, Vec x) {
+    return _mm256_add_ps(sum, _mm256_blendv_ps(zero(), x, bits_on_top(bits)));
+  }
+  // sums[i] += lane i
+  static POLYATTN_INLINE void add_lanes(Vec x, double* sums) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    _mm256_storeu_pd(sums, _mm256_add_pd(_mm256_loadu_pd(sums), low));
+    _mm256_storeu_pd(sums + 4, _mm256_add_pd(_mm256_loadu_pd(sums + 4), high));
+  }
+  // How many zeros were met, lane by lane.
+  using Tally = __m256i;
+  static POLYATTN_INLINE Tally no_tally() { return _mm256_setzero_si256(); }
+  static POLYATTN_INLINE Tally tally_zeros(Tally t, Vec x) {
+    return _mm256_sub_epi32(t, _mm256_castps_si256(_mm256_cmp_ps(x, zero(), _CMP_EQ_OQ)));
+  }
+  static POLYATTN_INLINE int64_t sum_tally(Tally t) {
+    int32_t counts[kLanes];
+    _mm256_storeu_si256((__m256i*)counts, t);
+    int64_t sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += counts[i];
+    return sum;
   }
   static POLYATTN_INLINE bool any_nan(Vec a) {
     return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0;
@@ -130,6 +168,13 @@ struct Simd {
   }
   static POLYATTN_INLINE Vec lane_maxima(Vec (&x)[kLanes]) {
     return across_lanes<Simd>(x, [](Vec a, Vec b) { return max(a, b); });
+  }
+
+ private:
+  // Bit i as the sign of lane i.
+  static POLYATTN_INLINE Vec bits_on_top(uint64_t bits) {
+    const __m256i to_top = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    return _mm256_castsi256_ps(_mm256_sllv_epi32(_mm256_set1_epi32(int(bits)), to_top));
   }
 };
 

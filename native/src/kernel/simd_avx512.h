@@ -20,6 +20,15 @@ struct Simd {
   static POLYATTN_INLINE Vec load(const F16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
   }
+  static POLYATTN_INLINE Vec load(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
+  static POLYATTN_INLINE Vec load(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
+  static POLYATTN_INLINE Vec load(const int16_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p)));
+  }
   static POLYATTN_INLINE Vec load_some(const float* p, int n) {
     return _mm512_maskz_loadu_ps(first(n), p);
   }
@@ -49,6 +58,7 @@ struct Simd {
   static POLYATTN_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   // the second operand where one is NaN
   static POLYATTN_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static POLYATTN_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
   static POLYATTN_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a); }
   static POLYATTN_INLINE Vec less_select(Vec a, Vec b, Vec yes, Vec no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
@@ -56,6 +66,28 @@ struct Simd {
   static POLYATTN_INLINE Vec select(uint64_t bits, Vec yes, Vec no) {
     return _mm512_mask_blend_ps(__mmask16(bits), no, yes);
   }
+  // -x in the lanes whose bits are set
+  static POLYATTN_INLINE Vec negate(uint64_t bits, Vec x) {
+    return _mm512_mask_xor_ps(x, __mmask16(bits), x, fill(-0.0f));
+  }
+  // sum + x there, the sum elsewhere
+  static POLYATTN_INLINE Vec add_some(Vec sum, uint64_t bits, Vec x) {
+    return _mm512_mask_add_ps(sum, __mmask16(bits), sum, x);
+  }
+  // sums[i] += lane i
+  static POLYATTN_INLINE void add_lanes(Vec x, double* sums) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+    _mm512_storeu_pd(sums, _mm512_add_pd(_mm512_loadu_pd(sums), low));
+    _mm512_storeu_pd(sums + 8, _mm512_add_pd(_mm512_loadu_pd(sums + 8), high));
+  }
+  // How many zeros were met, lane by lane.
+  using Tally = __m512i;
+  static POLYATTN_INLINE Tally no_tally() { return _mm512_setzero_si512(); }
+  static POLYATTN_INLINE Tally tally_zeros(Tally t, Vec x) {
+    return _mm512_mask_add_epi32(t, _mm512_cmp_ps_mask(x, zero(), _CMP_EQ_OQ), t, _mm512_set1_epi32(1));
+  }
+  static POLYATTN_INLINE int64_t sum_tally(Tally t) { return _mm512_reduce_add_epi32(t); }
   static POLYATTN_INLINE bool any_nan(Vec a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
   static POLYATTN_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a); }
   static POLYATTN_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a); }

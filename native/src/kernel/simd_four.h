@@ -67,12 +67,32 @@ struct Simd {
   }
   // the second operand where one is NaN
   static POLYATTN_INLINE Vec max(Vec a, Vec b) { return where(a > b, a, b); }
+  static POLYATTN_INLINE Vec min(Vec a, Vec b) { return where(a < b, a, b); }
   static POLYATTN_INLINE Vec abs(Vec a) { return (Vec)((Int)a & 0x7fffffff); }
   static POLYATTN_INLINE Vec less_select(Vec a, Vec b, Vec yes, Vec no) { return where(a < b, yes, no); }
   static POLYATTN_INLINE Vec select(uint64_t bits, Vec yes, Vec no) {
     const int b = int(bits & 15);
     const Int lane{1, 2, 4, 8};
     return where((Int{b, b, b, b} & lane) == lane, yes, no);
+  }
+  // -x in the lanes whose bits are set
+  static POLYATTN_INLINE Vec negate(uint64_t bits, Vec x) {
+    const int b = int(bits & 15);
+    const Int signs = (Int{b, b, b, b} << Int{31, 30, 29, 28}) & INT32_MIN;
+    return (Vec)((Int)x ^ signs);
+  }
+  // sum + x there, the sum elsewhere
+  static POLYATTN_INLINE Vec add_some(Vec sum, uint64_t bits, Vec x) { return sum + select(bits, x, Vec{}); }
+  // sums[i] += lane i
+  static POLYATTN_INLINE void add_lanes(Vec x, double* sums) {
+    for (int i = 0; i < kLanes; ++i) sums[i] += double(x[i]);
+  }
+  // How many zeros were met, lane by lane.
+  using Tally = Int;
+  static POLYATTN_INLINE Tally no_tally() { return Tally{}; }
+  static POLYATTN_INLINE Tally tally_zeros(Tally t, Vec x) { return t - (x == zero()); }
+  static POLYATTN_INLINE int64_t sum_tally(Tally t) {
+    return int64_t{t[0]} + int64_t{t[1]} + int64_t{t[2]} + int64_t{t[3]};
   }
   static POLYATTN_INLINE bool any_nan(Vec a) {
     const Int nan = a != a;

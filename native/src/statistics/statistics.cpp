@@ -1,0 +1,394 @@
+// Divides a tensor into parts, brings together what does not lie together, and joins the parts.
+//
+// Parts depend on the size of the tensor alone and are joined in order, so the result does not
+// depend on the number of threads.
+#include "statistics/statistics.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <thread>
+
+#include "polyattn/arguments.h"
+#include "statistics/summary.h"
+#include "threads.h"
+
+namespace polyattn {
+namespace {
+
+constexpr int64_t kChunk = 8192;  // the kernels'
+constexpr int64_t kLeastPart = 8 * kChunk;
+// Elements brought together at a time: enough that a transposed tensor's cache lines are used up.
+constexpr int64_t kGathered = kLeastPart;
+constexpr int64_t kMostParts = 256;
+
+int64_t bytes_of(Element element) {
+  switch (element) {
+    case Element::i8:
+    case Element::u8:
+      return 1;
+    case Element::bf16:
+    case Element::f16:
+    case Element::i16:
+      return 2;
+    case Element::f32:
+    case Element::i32:
+      return 4;
+    case Element::f64:
+    case Element::i64:
+      return 8;
+  }
+  return 0;
+}
+
+int64_t count_of(const Tensor& t) {
+  int64_t count = 1;
+  for (int i = 0; i < t.dims; ++i) count *= t.sizes[i];
+  return count;
+}
+
+// The same elements in the same order with as few dimensions as possible, at least one.
+Tensor joined(const Tensor& t) {
+  Tensor made = t;
+  made.dims = 0;
+  for (int i = 0; i < t.dims; ++i) {
+    if (t.sizes[i] == 1) continue;
+    const int last = made.dims - 1;
+    if (last >= 0 && made.strides[last] == t.sizes[i] * t.strides[i]) {
+      made.sizes[last] *= t.sizes[i];
+      made.strides[last] = t.strides[i];
+    } else {
+      made.sizes[made.dims] = t.sizes[i];
+      made.strides[made.dims] = t.strides[i];
+      ++made.dims;
+    }
+  }
+  if (made.dims == 0) {
+    made.dims = 1;
+    made.sizes[0] = made.strides[0] = 1;
+  }
+  return made;
+}
+
+// Walks the elements of a tensor in order, from any of them, and copies them to where they lie
+// next to each other.
+template <class T>
+class Gather {
+ public:
+  Gather(const Tensor& t, int64_t first) : t_(t), last_(t.dims - 1) {
+    for (int i = last_; i >= 0; --i) {
+      at_[i] = first % t.sizes[i];
+      first /= t.sizes[i];
+    }
+  }
+
+  void copy(T* out, int64_t count) {
+    while (count > 0) {
+      const int64_t row = t_.sizes[last_], rows = count / row;
+      const bool whole = last_ > 0 && at_[last_] == 0 && rows > 1;
+      const int64_t done = whole ? row * copy_rows(out, rows) : copy_row(out, count);
+      out += done;
+      count -= done;
+    }
+  }
+
+ private:
+  static int64_t size_of(int64_t stride) { return stride < 0 ? -stride : stride; }
+
+  const T* here() const {
+    int64_t offset = 0;
+    for (int i = 0; i <= last_; ++i) offset += at_[i] * t_.strides[i];
+    return static_cast<const T*>(t_.data) + offset;
+  }
+
+  void forward(int dim, int64_t by) {
+    at_[dim] += by;
+    for (; dim > 0 && at_[dim] == t_.sizes[dim]; --dim) {
+      at_[dim] = 0;
+      ++at_[dim - 1];
+    }
+  }
+
+  static void copy_line(T* out, const T* from, int64_t stride, int64_t count) {
+    if (stride == 1) {
+      std::memcpy(out, from, static_cast<size_t>(count) * sizeof(T));
+    } else {
+      for (int64_t i = 0; i < count; ++i) out[i] = from[i * stride];
+    }
+  }
+
+  // Up to the end of the innermost dimension.
+  int64_t copy_row(T* out, int64_t count) {
+    const int64_t left = t_.sizes[last_] - at_[last_], run = left < count ? left : count;
+    copy_line(out, here(), t_.strides[last_], run);
+    forward(last_, run);
+    return run;
+  }
+
+  // Whole rows, up to the end of the dimension before; those of a transposed tensor column by column,
+  // as they lie in memory.
+  int64_t copy_rows(T* out, int64_t rows) {
+    const int64_t left = t_.sizes[last_ - 1] - at_[last_ - 1], taken = left < rows ? left : rows;
+    const T* from = here();
+    const int64_t row = t_.sizes[last_], down = t_.strides[last_ - 1], along = t_.strides[last_];
+    if (size_of(down) < size_of(along)) {
+      for (int64_t j = 0; j < row; ++j) {
+        for (int64_t i = 0; i < taken; ++i) out[i * row + j] = from[i * down + j * along];
+      }
+    } else {
+      for (int64_t i = 0; i < taken; ++i) copy_line(out + i * row, from + i * down, along, row);
+    }
+    forward(last_ - 1, taken);
+    return taken;
+  }
+
+  const Tensor& t_;
+  const int last_;
+  int64_t at_[kMaxDims];
+};
+
+bool lies_together(const Tensor& t) { return t.dims == 1 && t.strides[0] == 1; }
+
+// Bytes that summarize() needs beside the tensor.
+size_t room_for(const Tensor& t, int64_t count) {
+  if (lies_together(t)) return 0;
+  return static_cast<size_t>((count < kGathered ? count : kGathered) * bytes_of(t.element));
+}
+
+template <class T>
+void gathered(const Kernels& kernels, const Tensor& t, int64_t first, int64_t count, std::byte* room,
+              Summary& s) {
+  T* const values = reinterpret_cast<T*>(room);
+  Gather<T> gather(t, first);
+  for (int64_t i = 0; i < count; i += kGathered) {
+    const int64_t run = count - i < kGathered ? count - i : kGathered;
+    gather.copy(values, run);
+    kernels.summarize(t.element, values, run, static_cast<uint64_t>((first + i) / 64), s);
+  }
+}
+
+// Elements first .. first + count - 1; `first` is a multiple of 64.
+void summarize(const Kernels& kernels, const Tensor& t, int64_t first, int64_t count, std::byte* room,
+               Summary& s) {
+  const int64_t bytes = bytes_of(t.element);
+  if (lies_together(t)) {
+    const char* data = static_cast<const char*>(t.data) + first * bytes;
+    return kernels.summarize(t.element, data, count, static_cast<uint64_t>(first / 64), s);
+  }
+  switch (bytes) {
+    case 1:
+      return gathered<uint8_t>(kernels, t, first, count, room, s);
+    case 2:
+      return gathered<uint16_t>(kernels, t, first, count, room, s);
+    case 4:
+      return gathered<uint32_t>(kernels, t, first, count, room, s);
+    default:
+      return gathered<uint64_t>(kernels, t, first, count, room, s);
+  }
+}
+
+struct Work {
+  const Kernels* kernels;
+  const Tensor* tensor;
+  int64_t count, part;
+  int64_t parts;
+  Summary* summaries;  // in the scratch memory of `caller`, before its room
+  std::byte* room;
+  std::thread::id caller;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+};
+
+void take_parts(void* context, int) {
+  Work& work = *static_cast<Work*>(context);
+  const size_t bytes = room_for(*work.tensor, work.part);
+  std::byte* room = work.room;
+  if (bytes != 0 && std::this_thread::get_id() != work.caller) {
+    room = scratch(bytes);
+    if (room == nullptr) return work.failed.store(true, std::memory_order_relaxed);
+  }
+  for (;;) {
+    const int64_t i = work.next.fetch_add(1, std::memory_order_relaxed);
+    if (i >= work.parts) return;
+    const int64_t first = i * work.part, left = work.count - first;
+    work.summaries[i] = empty_summary();
+    summarize(*work.kernels, *work.tensor, first, left < work.part ? left : work.part, room,
+              work.summaries[i]);
+  }
+}
+
+bool summarize_parts(const Kernels& kernels, int threads, const Tensor& t, int64_t count, Summary& s) {
+  const int64_t fair = (count / kMostParts + kChunk) / kChunk * kChunk;
+  const int64_t part = fair > kLeastPart ? fair : kLeastPart, parts = (count + part - 1) / part;
+  const size_t bytes = static_cast<size_t>(parts) * sizeof(Summary);
+  std::byte* const memory = scratch(bytes + room_for(t, part));
+  if (memory == nullptr) return false;
+  Work work{&kernels, &t, count, part, parts, reinterpret_cast<Summary*>(memory), memory + bytes,
+            std::this_thread::get_id()};
+  parallel(threads < parts ? threads : static_cast<int>(parts), take_parts, &work);
+  if (work.failed.load(std::memory_order_relaxed)) return false;
+  for (int64_t i = 0; i < parts; ++i) join(s, work.summaries[i]);
+  return true;
+}
+
+double float_of_half(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  double x;
+  if (exponent == 31) {
+    x = fraction != 0 ? __builtin_nan("") : __builtin_huge_val();
+  } else {
+    x = exponent == 0 ? fraction * 0x1p-24 : (1024 + fraction) * __builtin_ldexp(1.0, exponent - 25);
+  }
+  return (bits & 0x8000) != 0 ? -x : x;
+}
+
+template <class T>
+T read(const void* data, int64_t offset) {
+  T x;
+  std::memcpy(&x, static_cast<const char*>(data) + offset * static_cast<int64_t>(sizeof(T)), sizeof(T));
+  return x;
+}
+
+double element_at(const Tensor& t, int64_t index) {
+  int64_t offset = 0;
+  for (int i = t.dims - 1; i >= 0; --i) {
+    offset += index % t.sizes[i] * t.strides[i];
+    index /= t.sizes[i];
+  }
+  switch (t.element) {
+    case Element::f32:
+      return read<float>(t.data, offset);
+    case Element::bf16: {
+      const uint32_t bits = uint32_t{read<uint16_t>(t.data, offset)} << 16;
+      return read<float>(&bits, 0);
+    }
+    case Element::f16:
+      return float_of_half(read<uint16_t>(t.data, offset));
+    case Element::f64:
+      return read<double>(t.data, offset);
+    case Element::i8:
+      return read<int8_t>(t.data, offset);
+    case Element::u8:
+      return read<uint8_t>(t.data, offset);
+    case Element::i16:
+      return read<int16_t>(t.data, offset);
+    case Element::i32:
+      return read<int32_t>(t.data, offset);
+    case Element::i64:
+      return static_cast<double>(read<int64_t>(t.data, offset));
+  }
+  return 0;
+}
+
+// Squares of numbers from 2^-400 to 2^400, and sums of them, stay within float64.
+constexpr int kSafeExponent = 400;
+
+// The power of two by which the elements are to be multiplied before they are squared, mostly 0.
+int scale_of(const Tensor& t, const Summary& s) {
+  if (t.element != Element::f64 || s.finite == 0) return 0;
+  const double largest = s.max > -s.min ? s.max : -s.min;
+  if (largest == 0) return 0;
+  const int exponent = std::ilogb(largest);
+  return exponent > kSafeExponent || exponent < -kSafeExponent ? -exponent : 0;
+}
+
+// The same summary of elements multiplied by 2^scale. Counts and extremes stay what they are.
+void summarize_scaled(const Kernels& kernels, const Tensor& t, int64_t count, int scale, Summary& s) {
+  Summary scaled = empty_summary();
+  alignas(64) double values[kChunk];
+  Gather<double> gather(t, 0);
+  for (int64_t i = 0; i < count; i += kChunk) {
+    const int64_t run = count - i < kChunk ? count - i : kChunk;
+    gather.copy(values, run);
+    for (int64_t j = 0; j < run; ++j) values[j] = std::scalbn(values[j], scale);
+    kernels.summarize(Element::f64, values, run, static_cast<uint64_t>(i / 64), scaled);
+  }
+  scaled.zero = s.zero;
+  scaled.min = s.min;
+  scaled.max = s.max;
+  s = scaled;
+}
+
+// `scale`: what the summary's elements were multiplied by.
+void write(const Summary& s, const Tensor& t, int64_t count, int scale, double* out) {
+  const double none = __builtin_nan(""), finite = static_cast<double>(s.finite);
+  const bool any = s.finite != 0;
+  const auto number = [any, none, scale](double x) {
+    if (!any) return none;
+    if (scale != 0) x = std::scalbn(x, -scale);
+    return x > __DBL_MAX__ ? __DBL_MAX__ : x < -__DBL_MAX__ ? -__DBL_MAX__ : x;
+  };
+  out[kCount] = static_cast<double>(count);
+  out[kNan] = static_cast<double>(s.nan);
+  out[kPlusInf] = static_cast<double>(s.plus_inf);
+  out[kMinusInf] = static_cast<double>(s.minus_inf);
+  out[kZero] = static_cast<double>(s.zero);
+  out[kMin] = any ? s.min : none;
+  out[kMax] = any ? s.max : none;
+  out[kSum] = number(s.sum);
+  out[kMean] = number(s.mean);
+  out[kStd] = number(std::sqrt(s.m2 / finite));
+  out[kAbsMean] = number(s.abs_sum / finite);
+  out[kL1] = number(s.abs_sum);
+  out[kL2] = number(std::sqrt(s.m2 + s.mean * s.mean * finite));
+  for (int i = 0; i < kSamples; ++i) {
+    // i * (count - 1) / 7 without a product that could overflow
+    const int64_t last = count - 1, steps = kSamples - 1;
+    out[kSample + i] = count == 0 ? none : element_at(t, last / steps * i + last % steps * i / steps);
+  }
+  for (int i = 0; i < kBuckets; ++i) out[kSketch + i] = any ? number(s.sketch[i]) : 0;
+}
+
+}  // namespace
+
+const char* check(const Tensor& t) {
+  if (static_cast<int32_t>(t.element) < 0 || static_cast<int32_t>(t.element) >= kElements) {
+    return "element: expected a code of 0 to 8";
+  }
+  if (t.dims < 0 || t.dims > kMaxDims) return "sizes: expected 0 to 64 of them";
+  int64_t count = 1;
+  bool empty = false;
+  for (int i = 0; i < t.dims; ++i) {
+    if (t.sizes[i] < 0) return "sizes: expected none below 0";
+    if (t.sizes[i] == 0) {
+      empty = true;
+    } else if (__builtin_mul_overflow(count, t.sizes[i], &count)) {
+      return "sizes: the tensor is too large";
+    }
+  }
+  int64_t bytes, reach = 0;
+  if (__builtin_mul_overflow(count, bytes_of(t.element), &bytes)) return "sizes: the tensor is too large";
+  for (int i = 0; i < t.dims && !empty; ++i) {
+    int64_t far;
+    if (__builtin_mul_overflow(t.sizes[i] - 1, t.strides[i] < 0 ? -(t.strides[i] + 1) : t.strides[i], &far) ||
+        __builtin_add_overflow(reach, far, &reach) || reach > INT64_MAX / 16) {
+      return "strides: the tensor reaches farther than memory";
+    }
+  }
+  if (t.data == nullptr && !empty) return "data: got a null pointer";
+  return nullptr;
+}
+
+bool statistics(const Kernels& kernels, int threads, const Tensor& tensor, double* out) {
+  const int64_t count = count_of(tensor);
+  if (count == 0) {
+    write(empty_summary(), tensor, 0, 0, out);
+    return true;
+  }
+  const Tensor t = joined(tensor);
+  Summary whole = empty_summary();
+  if (count <= kLeastPart) {
+    std::byte* const room = scratch(room_for(t, count));
+    if (room == nullptr) return false;
+    summarize(kernels, t, 0, count, room, whole);
+  } else if (!summarize_parts(kernels, threads, t, count, whole)) {
+    return false;
+  }
+  const int scale = scale_of(t, whole);
+  if (scale != 0) summarize_scaled(kernels, t, count, scale, whole);
+  write(whole, t, count, scale, out);
+  return true;
+}
+
+}  // namespace polyattn

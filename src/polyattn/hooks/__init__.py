@@ -1,0 +1,62 @@
+"""Hooks on torch modules: see, change and follow what goes through a model.
+
+>>> import torch
+>>> from polyattn.hooks import ForwardHook, ModuleHookManager
+>>> class Shapes(ForwardHook):
+...     def pre_forward(self, module, *args, **kwargs):
+...         print("in", tuple(args[0].shape))
+...         return args, kwargs
+...     def post_forward(self, module, output):
+...         print("out", tuple(output.shape))
+...         return output
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+>>> with ModuleHookManager.of(model[0]) as manager:
+...     handle = manager.attach("shapes", Shapes())
+...     _ = model(torch.zeros(2, 4))
+in (2, 4)
+out (2, 8)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("torch") is None:
+    from polyattn.errors import MissingDependency
+
+    raise MissingDependency(
+        "got an import of polyattn.hooks without PyTorch, expected torch >= 2.9: "
+        "pip install 'polyattn[torch]'"
+    )
+
+from polyattn.errors import HookError
+from polyattn.hooks import activation_trace
+from polyattn.hooks.activation_trace import (
+    attach_activation_trace,
+    detach_activation_trace,
+    trace_step,
+)
+from polyattn.hooks.hooks import ForwardHook, recomputing
+from polyattn.hooks.manager import HookHandle, ModuleHookManager
+
+if TYPE_CHECKING:
+    from polyattn.hooks.activation_trace import ActivationStatHook, JsonlSink, trace, trace_any
+
+__all__ = [
+    "ActivationStatHook", "ForwardHook", "HookError", "HookHandle", "JsonlSink",
+    "ModuleHookManager", "attach_activation_trace", "detach_activation_trace", "recomputing",
+    "trace", "trace_any", "trace_step",
+]  # fmt: skip
+
+_LAZY = frozenset({"ActivationStatHook", "JsonlSink", "trace", "trace_any"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:  # a trace that is off loads nothing
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(activation_trace, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

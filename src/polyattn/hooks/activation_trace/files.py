@@ -1,0 +1,30 @@
+"""The files of one process that traces several models, one for each: a trace is of one model."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from torch import nn
+
+__all__ = ["file_for"]
+
+_given: set[Path] = set()
+_giving = threading.Lock()
+
+
+def file_for(path: Path, model: nn.Module) -> Path:
+    """Return `path` for the first model of this process, then ``run.<class>.jsonl``.
+
+    >>> [file_for(Path("nowhere.jsonl"), nn.Linear(2, 2)).name for _ in range(3)]
+    ['nowhere.jsonl', 'nowhere.Linear.jsonl', 'nowhere.Linear-2.jsonl']
+    """
+    name, number = type(model).__name__, 1
+    found = path = path.absolute()
+    with _giving:
+        while found in _given:
+            more = f"-{number}" if number > 1 else ""
+            found = path.with_name(f"{path.stem}.{name}{more}{path.suffix}")
+            number += 1
+        _given.add(found)
+    return found

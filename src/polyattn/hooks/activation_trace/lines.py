@@ -1,0 +1,161 @@
+"""From rows of numbers to lines of JSON, in the writing thread.
+
+What `polyattn.trace.line_of` does for any record is done here for whole batches, several times as
+fast: the writer holds the interpreter's lock meanwhile, so its time is the model's time.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from json.encoder import encode_basestring_ascii as quoted
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from polyattn.hooks.activation_trace.full_tensors import Saving
+from polyattn.hooks.activation_trace.rows import RowPool, Rows
+from polyattn.hooks.activation_trace.statistics import FIELDS, SAMPLES, SKETCH, record_fields
+from polyattn.trace.record import line_of
+
+__all__ = ["Event", "Lines", "head_of"]
+
+_REMEMBERED = 4096
+"""Latest tensors among which an identical one is looked for, as in polyattn.trace.TraceWriter."""
+
+_COUNTS = frozenset(FIELDS[:5])
+_WIDE = frozenset({
+    torch.float64, torch.complex128, torch.int64, torch.uint64,
+})  # fmt: skip
+_PLAIN = (2.0**-64, 2.0**127)
+
+
+Event = tuple[
+    int, str, int, int | None, str, str,
+    torch.Size | None, torch.dtype | None, Rows | None, int, int | None,
+    dict[str, Any] | None, Saving | None,
+]  # fmt: skip
+"""A tensor that was seen: seq, head (of `head_of`), call, step, phase, path, then its shape, dtype,
+and that its numbers are in a row of some rows, or else are those of the record `same`; further
+fields, and a file to be written. A plain tuple, for one is made for every tensor."""
+
+
+def head_of(module: str, cls: str) -> str:
+    """Return the part of a line that all records of a module share."""
+    return f'"module":{quoted(module)},"cls":{quoted(cls)}'
+
+
+class Lines:
+    """Makes lines of events; one thread at a time.
+
+    `names`: the statistics to write. `rank`: this process's, left out where it is 0.
+    """
+
+    def __init__(self, names: tuple[str, ...], rank: int, pool: RowPool) -> None:
+        self._names = names
+        self._rank = f'"rank":{rank},' if rank else ""
+        self._pool = pool
+        self._places: dict[tuple[str, str], str] = {}
+        self._seen: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+        self._first: OrderedDict[int, int] = OrderedDict()
+        self._of_narrow, self._of_wide = _template(names, "%.9g"), _template(names, "%r")
+        picked = [FIELDS.index(name) for name in names if name in FIELDS]
+        if "samples" in names:
+            picked += range(SAMPLES.start, SAMPLES.stop)
+        self._pick = itemgetter(*picked, 0, 0)  # two more, so that it always gives a tuple
+
+    def of(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str]:
+        """Yield the events' lines; then the rows are free again."""
+        blocks = {id(one): _Block(one.numbers()) for one in rows}
+        for event in events:
+            saving, of = event[12], event[8]
+            if saving is not None:
+                saving.write()
+            yield self._line(event, None if of is None else blocks[id(of)])
+        for one in rows:
+            self._pool.give(one)
+
+    def _line(self, event: Event, block: _Block | None) -> str:
+        seq, head, call, step, phase, path, shape, dtype, _, slot, same, extra, _ = event
+        where = self._places.get((phase, path))
+        if where is None:
+            where = f'"phase":"{phase}","tensor":{quoted(path)}'
+            self._places[phase, path] = where
+        begin = (
+            f'{{"seq":{seq},{head},"call":{call},"step":{"null" if step is None else step},'
+            f"{self._rank}{where},"
+        )
+        if same is not None:
+            same = self._first.get(same, same)
+        elif block is not None:
+            same = self._earlier(seq, (shape, dtype, block.rows[slot].tobytes()))
+        found = self._statistics(shape, dtype, block, slot) if same is None else f'"same":{same}'
+        if extra:
+            more = {name: _plain(value) for name, value in extra.items()}
+            return f"{begin}{found},{line_of(more)[1:]}"
+        return f"{begin}{found}}}"
+
+    def _earlier(self, seq: int, key: tuple[Any, ...]) -> int | None:
+        """The seq of a record with the very same numbers, among the latest ones."""
+        earlier = self._seen.get(key)
+        if earlier is None:
+            self._seen[key] = seq
+            if len(self._seen) > _REMEMBERED:
+                self._seen.popitem(last=False)
+            return None
+        self._seen.move_to_end(key)
+        self._first[seq] = earlier
+        if len(self._first) > _REMEMBERED:
+            self._first.popitem(last=False)
+        return earlier
+
+    def _statistics(self, size: Any, dtype: Any, block: _Block | None, slot: int) -> str:
+        shape, name = ",".join(map(str, size)), str(dtype).removeprefix("torch.")
+        if block is None or not self._names:
+            return f'"shape":[{shape}],"dtype":"{name}"'
+        if not block.fine[slot]:
+            fields = record_fields(block.rows[slot].tolist())
+            kept = {"dtype": name} | {name: fields[name] for name in self._names}
+            return f'"shape":[{shape}],{line_of(kept)[1:-1]}'
+        picked = self._pick(block.values[slot])[:-2]
+        if "sketch" in self._names:
+            picked = (*picked, block.sketch(slot))
+        template = self._of_wide if dtype in _WIDE else self._of_narrow
+        return f'"shape":[{shape}],"dtype":"{name}",{template % picked}'
+
+
+class _Block:
+    """The numbers of one buffer, ready for all of its lines."""
+
+    def __init__(self, rows: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        self.rows = rows
+        buckets = rows[:, SKETCH]
+        largest = np.abs(buckets).max(axis=1, initial=0.0)
+        plain = (largest == 0) | ((largest >= _PLAIN[0]) & (largest < _PLAIN[1]))
+        finite = np.isfinite(rows).all(axis=1)
+        self.fine = (finite & plain & (rows[:, 0] > 0)).tolist()
+        self.values = rows[:, : SKETCH.start].tolist()
+        with np.errstate(all="ignore"):
+            self._bytes = np.ascontiguousarray(buckets, "<f4").tobytes()
+
+    def sketch(self, slot: int) -> str:
+        return base64.b64encode(self._bytes[256 * slot : 256 * slot + 256]).decode("ascii")
+
+
+def _template(names: tuple[str, ...], number: str) -> str:
+    """The text of the statistics with a place for each number, in the order of `names`."""
+    parts = [f'"{name}":{"%d" if name in _COUNTS else number}' for name in names if name in FIELDS]
+    if "samples" in names:
+        parts.append(f'"samples":[{",".join([number] * 8)}]')
+    if "sketch" in names:
+        parts.append('"sketch":"%s"')
+    return ",".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().tolist()
+    return value

@@ -1,0 +1,302 @@
+"""The recorder of one trace: what calls tell it becomes rows on the device and events for lines.
+
+Each thread has a lane of its own, so nothing is locked while a model runs. A lane's events are
+handed to the writing thread when the outermost call of that thread ends, and on the CPU also every
+`_INTERVAL` seconds, for a process that is killed in a long forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyattn.hooks.activation_trace.full_tensors import Saving, TensorFolder
+from polyattn.hooks.activation_trace.gradients import Gradients
+from polyattn.hooks.activation_trace.lines import Event, Lines
+from polyattn.hooks.activation_trace.rows import RowPool, Rows
+from polyattn.hooks.activation_trace.selection import Chosen
+from polyattn.hooks.activation_trace.step import current_step
+from polyattn.hooks.activation_trace.tensors import plain, transforms
+from polyattn.trace import JsonlSink
+
+if TYPE_CHECKING:
+    from polyattn.hooks.activation_trace.hook import TraceHook
+
+__all__ = ["Lane", "Recorder"]
+
+logger = logging.getLogger("polyattn.trace")
+
+_INTERVAL = 0.05
+task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+Found = list[tuple[str, Tensor]]
+Place = tuple[int, str, int, int | None, str, str]
+Seen = tuple[Any, int, int, str | None]
+
+
+class Call:
+    """A call that runs: its number and step, and whether the step is recorded."""
+
+    __slots__ = ("compiled", "hook", "number", "step", "wanted")
+
+    def __init__(
+        self, hook: TraceHook, number: int, step: int | None, wanted: bool, compiled: bool
+    ) -> None:
+        self.hook, self.number, self.step = hook, number, step
+        self.wanted, self.compiled = wanted, compiled
+
+
+class Lane:
+    """What one thread has recorded and not yet handed over."""
+
+    __slots__ = ("calls", "events", "rows", "seen", "since", "stack")
+
+    def __init__(self) -> None:
+        self.stack: list[Call] = []
+        self.events: list[Event] = []
+        self.rows: dict[torch.device, Rows] = {}
+        self.seen: dict[int, Seen] = {}
+        self.since = monotonic()
+        self.calls = 0
+
+
+class Recorder:
+    """Records calls into a sink.
+
+    `chosen`: the statistics. `steps`: those to record, None for all. `inputs`, `parameters`,
+    `gradients`: whether these are recorded too. `folder`: where whole tensors go. `immediate`: hand
+    over every record at once, so that a killed process loses none but the last.
+    """
+
+    def __init__(
+        self,
+        sink: JsonlSink,
+        chosen: Chosen,
+        *,
+        rank: int = 0,
+        steps: frozenset[int] | None = None,
+        inputs: bool = True,
+        parameters: bool = False,
+        gradients: bool = False,
+        folder: TensorFolder | None = None,
+        immediate: bool = False,
+    ) -> None:
+        self.sink, self.steps, self.inputs, self.parameters = sink, steps, inputs, parameters
+        self.folder, self.immediate = folder, immediate
+        self.custom = chosen.custom
+        self.records = self.calls = self.left_out = 0
+        with torch.inference_mode(False):
+            self.order = torch.zeros(1)
+        self._gradients = Gradients(self) if gradients else None
+        self._pool = RowPool()
+        self._lines = Lines(chosen.names, rank, self._pool)
+        self._next_seq = itertools.count().__next__
+        self._lanes: dict[int, Lane] = {}
+        self._counting = threading.Lock()
+        self._said: set[str] = set()
+
+    def lane(self) -> Lane:
+        """Return the lane of this thread."""
+        lane = self._lanes.get(get_ident())
+        if lane is None:
+            lane = self._lanes.setdefault(get_ident(), Lane())
+        return lane
+
+    def enter(self, hook: TraceHook, found: Found, compiled: bool = False) -> None:
+        """A call of the hook's module begins, with these tensors."""
+        if task() != -1:  # recomputing(): checkpointing runs what was recorded a second time
+            return
+        lane = self._lanes.get(get_ident()) or self.lane()
+        stack = lane.stack
+        if compiled and stack:
+            self._drop_stale(lane, hook)
+        step = current_step()
+        wanted = (self.steps is None or step in self.steps) and not self.sink.closed
+        call = Call(hook, hook.next_call(), step, wanted, compiled)
+        stack.append(call)
+        if not wanted:
+            self.left_out += 1
+            return
+        lane.calls += 1
+        if self.parameters:
+            self._weights(lane, call)
+        if self.inputs:
+            self.record(lane, call, "in", found)
+            if self._gradients is not None:
+                self._gradients.follow(call, "grad_in", found)
+
+    def leave(self, hook: TraceHook, found: Found, compiled: bool = False) -> None:
+        """The call ends, with these tensors."""
+        if task() != -1:
+            return
+        lane = self._lanes.get(get_ident()) or self.lane()
+        call = self._pop(lane, hook)
+        if call is None:
+            return
+        if call.wanted:
+            self.record(lane, call, "out", found)
+            if self._gradients is not None:
+                self._gradients.follow(call, "grad_out", found)
+        if not lane.stack:
+            self.end_of_forward(lane)
+        elif monotonic() - lane.since > _INTERVAL and all(d.type == "cpu" for d in lane.rows):
+            self.hand_over(lane)
+
+    def fail(self, hook: TraceHook) -> None:
+        """The call ends in an exception."""
+        lane = self.lane()
+        if self._pop(lane, hook) is not None and not lane.stack:
+            self.end_of_forward(lane)
+
+    def end_of_forward(self, lane: Lane) -> None:
+        """Hand over, and forget which tensors were seen."""
+        lane.seen.clear()
+        self.hand_over(lane)
+
+    def _pop(self, lane: Lane, hook: TraceHook) -> Call | None:
+        """The innermost call of the module, and those in it that compiled code did not end."""
+        for place in range(len(lane.stack) - 1, -1, -1):
+            if lane.stack[place].hook is hook:
+                call = lane.stack[place]
+                del lane.stack[place:]
+                return call
+        return None
+
+    def _drop_stale(self, lane: Lane, hook: TraceHook) -> None:
+        """A module that compiled code calls inside itself: rather, the earlier call has failed."""
+        for place, call in enumerate(lane.stack):
+            if call.hook is hook and call.compiled:
+                del lane.stack[place:]
+                if not lane.stack:
+                    self.end_of_forward(lane)
+                return
+
+    def record(self, lane: Lane, call: Call, phase: str, found: Found) -> None:
+        """Record tensors of a call. It runs for every tensor, so it calls little."""
+        hook = call.hook
+        head, number, step, compiled = hook.head, call.number, call.step, call.compiled
+        special = bool(self.custom) or hook.whole
+        seen, next_seq, level = lane.seen, self._next_seq, transforms()
+        for path, t in found:
+            if (type(t) is not Tensor or level is not None) and (t := plain(t)) is None:
+                continue
+            seq = next_seq()
+            # Compiled code changes tensors behind their version, and inference tensors have none:
+            # there the numbers tell whether a tensor came before.
+            version = -1 if compiled or t.is_inference() else t._version
+            hit = None if version < 0 else seen.get(id(t))
+            place = (seq, head, number, step, phase, path)
+            if hit is not None and hit[1] == version and hit[0]() is t:
+                if not special:
+                    lane.events.append((*place, None, None, None, 0, hit[2], None, None))
+                    continue
+            else:
+                hit = None
+            file = self._new(lane, place, t, hook.whole, hit)
+            if version >= 0 and hit is None:
+                seen[id(t)] = weakref.ref(t), version, seq, file
+        if self.immediate:
+            self.hand_over(lane)
+
+    def _new(
+        self, lane: Lane, place: Place, t: Tensor, whole: bool, hit: Seen | None
+    ) -> str | None:
+        """Add the event of a tensor; return the file it goes to. `hit`: it was seen before."""
+        extra: dict[str, Any] = {}
+        for name, of in self.custom:
+            extra[name] = _called(of, t)
+        saving, file = None, hit[3] if hit is not None else None
+        if whole and file is None and (saving := self._save(t, place[0])) is not None:
+            file = saving.file
+        if whole and file is not None:
+            extra["file"] = file
+        if hit is not None and saving is None:
+            lane.events.append((*place, None, None, None, 0, hit[2], extra, None))
+            return file
+        rows, slot, why = self._statistics(lane, t)
+        if rows is None:
+            extra["note"] = why
+        lane.events.append((*place, t.shape, t.dtype, rows, slot, None, extra, saving))
+        return file
+
+    def _statistics(self, lane: Lane, t: Tensor) -> tuple[Rows | None, int, str]:
+        """The row that the tensor's numbers are in, or None and why there is none."""
+        try:
+            if t.is_meta:
+                return None, 0, "a meta tensor, which has no values"
+            device = t.device
+            rows = lane.rows.get(device)
+            if rows is None or rows.used == rows.size:
+                if rows is not None:
+                    self.hand_over(lane)
+                rows = lane.rows[device] = self._pool.take(device)
+            slot = rows.used
+            rows.write(t, slot)
+        except Exception as error:  # the model goes on, whatever is wrong with its trace
+            return None, 0, f"{error}"[:160]
+        rows.used = slot + 1
+        return rows, slot, ""
+
+    def _save(self, t: Tensor, seq: int) -> Saving | None:
+        if self.folder is None:
+            return None
+        try:
+            return self.folder.save(t, seq, lambda: self.sink.closed or self.sink.error is not None)
+        except Exception as error:
+            self.say(f"a tensor could not be kept whole and was left out: {error}")
+            return None
+
+    def _weights(self, lane: Lane, call: Call) -> None:
+        """Record the module's own parameters, those that have changed since they were recorded."""
+        module = call.hook.module()
+        for name, t in [] if module is None else module._parameters.items():
+            if t is None:
+                continue
+            version = (id(t), -1 if t.is_inference() else t._version)
+            if call.hook.recorded_weights.get(name) != version:
+                call.hook.recorded_weights[name] = version
+                self.record(lane, call, "param", [(name, t)])
+
+    def say(self, what: str) -> None:
+        """Log a warning once."""
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("%s: %s", self.sink.path, what)
+
+    def hand_over(self, lane: Lane) -> None:
+        """Give what the lane has to the writing thread."""
+        events, rows = lane.events, lane.rows
+        lane.since = monotonic()
+        if lane.calls:
+            with self._counting:
+                self.calls += lane.calls
+            lane.calls = 0
+        if not events:
+            return
+        lane.events, lane.rows = [], {}
+        for one in rows.values():
+            one.send()
+        with self._counting:
+            self.records += len(events)
+        self.sink.extend(self._lines.of(events, list(rows.values())), len(events))
+
+    def finish(self) -> None:
+        """Hand over what every thread has."""
+        for lane in list(self._lanes.values()):
+            self.hand_over(lane)
+
+
+def _called(of: Any, t: Tensor) -> Any:
+    try:
+        with torch.no_grad():
+            return of(t)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:160]

@@ -1,0 +1,165 @@
+"""What a trace is to record: which modules, which statistics, which steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from polyattn.errors import TraceError, near_matches
+from polyattn.settings import steps_of
+from polyattn.trace.record import STATISTICS
+
+__all__ = ["Chosen", "Layers", "choose_modules", "choose_statistics", "choose_steps", "described"]
+
+Layers = str | re.Pattern[str] | Iterable[str] | Callable[[str, nn.Module], bool] | None
+Custom = tuple[str, Callable[[Any], Any]]
+
+_ALWAYS = ("shape", "dtype")
+_RESERVED = frozenset({
+    *STATISTICS, "seq", "module", "cls", "call", "step", "rank", "phase", "tensor", "same",
+    "global_shape", "start", "partial", "file", "note",
+})  # fmt: skip
+_SHOWN = 12
+
+
+class Chosen(NamedTuple):
+    """Statistics: `names` of the format's own, and `custom` ones as (name, function)."""
+
+    names: tuple[str, ...]
+    custom: tuple[Custom, ...] = ()
+
+
+def choose_modules(model: nn.Module, layers: Layers, argument: str = "layers") -> dict[str, Any]:
+    """Return the modules that `layers` names, by name in the model's order.
+
+    `layers`: None for all, the root ``""`` too; a regular expression that is searched for in each
+    name; names; or a function of name and module. A module with several names has its first one.
+    Raises TraceError where nothing is meant, with near matches.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> list(choose_modules(model, None)), list(choose_modules(model, r"^1$"))
+    (['', '0', '1'], ['1'])
+    """
+    modules = dict(model.named_modules())
+    if layers is None:
+        return modules
+    if callable(layers):
+        found = {name: one for name, one in modules.items() if layers(name, one)}
+        said = getattr(layers, "__name__", type(layers).__name__)
+    elif isinstance(layers, str | re.Pattern):
+        pattern = _compiled(layers, argument)
+        found = {name: one for name, one in modules.items() if pattern.search(name)}
+        said = pattern.pattern
+    else:
+        return _named(model, modules, list(layers), argument)
+    if not found:
+        raise TraceError(
+            f"got {argument}={said!r}, which matches none of the {len(modules)} modules of this "
+            f"{type(model).__name__}.{near_matches(said, modules)} It has {_some(modules)}."
+        )
+    return found
+
+
+def _compiled(pattern: str | re.Pattern[str], argument: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise TraceError(
+            f"got {argument}={pattern!r}, expected a regular expression, and it is none: {error}."
+        ) from error
+
+
+def _named(
+    model: nn.Module, modules: dict[str, nn.Module], names: list[Any], argument: str
+) -> dict[str, nn.Module]:
+    every = dict(model.named_modules(remove_duplicate=False))
+    missing = [name for name in names if name not in every]
+    if missing or not names:
+        what = f"{missing[0]!r}, which is no module of" if missing else "no name of a module of"
+        raise TraceError(
+            f"got {argument} with {what} this {type(model).__name__}."
+            f"{near_matches(missing[0], every) if missing else ''} It has {_some(modules)}."
+        )
+    wanted = {id(every[name]) for name in names}
+    return {name: one for name, one in modules.items() if id(one) in wanted}
+
+
+def _some(modules: Iterable[str]) -> str:
+    names = [repr(name) for name in modules if name]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(names[:_SHOWN]) or "only itself, ''") + more
+
+
+def choose_statistics(stats: Iterable[str | Custom] | None) -> Chosen:
+    """Return what `stats` names: statistics of the format, or pairs of a name and a function.
+
+    A function takes the tensor and returns a number or a tensor; it runs inside the forward. Raises
+    TraceError for an unknown name.
+
+    >>> choose_statistics(["max", "abs_mean", "shape"]).names
+    ('max', 'abs_mean')
+    """
+    known = [name for name in STATISTICS if name not in _ALWAYS]
+    if stats is None:
+        return Chosen(tuple(known))
+    if isinstance(stats, str):
+        stats = [name.strip() for name in stats.split(",")]
+    names: list[str] = []
+    custom: list[Custom] = []
+    for one in stats:
+        if isinstance(one, str):
+            if one not in STATISTICS:
+                raise TraceError(
+                    f"got the statistic {one!r}, expected some of {', '.join(STATISTICS)}."
+                    f"{near_matches(one, STATISTICS)}"
+                )
+            if one not in _ALWAYS and one not in names:
+                names.append(one)
+        else:
+            custom.append(_custom(one))
+    return Chosen(tuple(name for name in known if name in names), tuple(custom))
+
+
+def _custom(one: Any) -> Custom:
+    pair = isinstance(one, tuple | list) and len(one) == 2
+    if not pair or not isinstance(one[0], str) or not callable(one[1]) or one[0] in _RESERVED:
+        raise TraceError(
+            f"got the statistic {one!r:.80}, expected a name, or a name of your own that no record "
+            "has and a function of a tensor."
+        )
+    return one[0], one[1]
+
+
+def choose_steps(steps: Any) -> frozenset[int] | None:
+    """Return the steps to record: numbers, or a text as ``"0,5"`` or ``"0-3"``; None is all.
+
+    >>> sorted(choose_steps("0-2"))
+    [0, 1, 2]
+    """
+    if steps is None:
+        return None
+    try:
+        if isinstance(steps, str):
+            return steps_of(steps)
+        found = frozenset(one.__index__() for one in ([steps] if type(steps) is int else steps))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise TraceError(
+            f"got steps={steps!r:.80}, expected numbers, or a text as 0,5 or 0-3 ({error})."
+        ) from None
+    if not found:
+        raise TraceError("got no steps, expected some; leave steps out for all of them.")
+    return found
+
+
+def described(layers: Layers) -> Any:
+    """Return `layers` as the header says it."""
+    if layers is None or isinstance(layers, str):
+        return layers
+    if isinstance(layers, re.Pattern):
+        return layers.pattern
+    if callable(layers):
+        return f"function {getattr(layers, '__qualname__', type(layers).__name__)}"
+    return list(layers)

@@ -1,0 +1,95 @@
+"""ActivationStatHook: the statistics of one module's outputs, attached by hand."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from polyattn.hooks.activation_trace.nesting import leaves
+from polyattn.hooks.activation_trace.selection import choose_statistics, choose_steps
+from polyattn.hooks.activation_trace.statistics import record_fields, tensor_statistics
+from polyattn.hooks.activation_trace.step import current_step
+from polyattn.hooks.activation_trace.tensors import plain
+from polyattn.hooks.hooks import ForwardHook, recomputing
+from polyattn.trace import JsonlSink
+
+__all__ = ["ActivationStatHook"]
+
+Stats = Iterable[str | tuple[str, Callable[[Tensor], Any]]]
+
+
+class ActivationStatHook(ForwardHook):
+    """Writes statistics of a module's outputs into a sink, a record for each tensor.
+
+    For one module and statistics of your own; :func:`polyattn.hooks.trace` records whole models, at
+    a fraction of the cost. `module_name`: what the records call the module. `stats`: names of the
+    format's statistics, or (name, function of the tensor) pairs; None is all of the format's.
+    `sink`: a JsonlSink, which may serve several hooks. `step_filter`: the steps of
+    :func:`trace_step` to record, None for all. It waits for the device at each tensor, and compiled
+    code is cut in two at it.
+
+    >>> import tempfile, torch
+    >>> from polyattn.hooks import ActivationStatHook, JsonlSink, ModuleHookManager
+    >>> path = tempfile.mkdtemp() + "/stats.jsonl"
+    >>> module = nn.Linear(2, 2)
+    >>> with JsonlSink(path) as sink, ModuleHookManager.of(module) as manager:
+    ...     stats = ["max", ("median", lambda t: t.float().median())]
+    ...     hook = ActivationStatHook("proj", stats, sink, step_filter=None)
+    ...     handle = manager.attach("stats", hook)
+    ...     _ = module(torch.zeros(1, 2))
+    >>> import json
+    >>> sorted(json.loads(open(path).read()))
+    ['call', 'cls', 'dtype', 'max', 'median', 'module', 'phase', 'seq', 'shape', 'step', 'tensor']
+    """
+
+    def __init__(
+        self, module_name: str, stats: Stats | None, sink: JsonlSink, step_filter: Any = None
+    ) -> None:
+        self.module_name = module_name
+        self.sink = sink
+        self._chosen = choose_statistics(stats)
+        self._steps = choose_steps(step_filter)
+        self._next_call = itertools.count().__next__
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Record every tensor of the output."""
+        self._record(module, output)
+        return output
+
+    def _record(self, module: nn.Module, output: Any) -> None:
+        if recomputing():
+            return
+        call, step = self._next_call(), current_step()
+        if self._steps is not None and step not in self._steps:
+            return
+        for path, t in leaves(output, "out"):
+            if (t := plain(t)) is None:
+                continue
+            record = {
+                "seq": _next_seq(self.sink), "module": self.module_name,
+                "cls": type(module).__name__, "call": call, "step": step, "phase": "out",
+                "tensor": path, "shape": list(t.shape), "dtype": str(t.dtype)[6:],
+            }  # fmt: skip
+            self.sink.write(record | self._statistics(t))
+
+    def _statistics(self, t: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._chosen.names:
+            fields = record_fields(tensor_statistics(t).tolist())
+            found = {name: fields[name] for name in self._chosen.names}
+        for name, of in self._chosen.custom:
+            value = of(t)
+            found[name] = value.detach().cpu().tolist() if isinstance(value, Tensor) else value
+        return found
+
+
+_counters: weakref.WeakKeyDictionary[JsonlSink, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def _next_seq(sink: JsonlSink) -> int:
+    """Count the records of a sink, over all the hooks that write into it."""
+    return next(_counters.setdefault(sink, itertools.count()))

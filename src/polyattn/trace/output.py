@@ -1,0 +1,109 @@
+"""The file that a trace is written to: opened for this run alone, holding whole lines only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+from types import ModuleType
+
+from polyattn.errors import TraceError
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows: a file is not locked against a second writer
+    fcntl = None
+
+__all__ = ["Output", "rank_path"]
+
+
+def rank_path(path: str | Path, rank: int, world: int) -> Path:
+    """Return the file of one rank: the path itself in a world of one.
+
+    >>> rank_path("run.jsonl", 3, 8).name, rank_path("run.jsonl", 0, 1).name
+    ('run.rank3.jsonl', 'run.jsonl')
+    """
+    path = Path(path)
+    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+class Output:
+    """A file open for appending whole lines; what it holds is always a valid trace so far.
+
+    Raises TraceError if it cannot be written, is another program's at the moment, or holds a run
+    already and `overwrite` is not set.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self._descriptor = os.open(self.path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except (OSError, ValueError) as error:
+            raise TraceError(
+                f"got the output {self.path}, which cannot be written ({error}); name a file in a "
+                "folder that can."
+            ) from error
+        try:
+            self._claim(overwrite)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _claim(self, overwrite: bool) -> None:
+        status = os.fstat(self._descriptor)
+        self._regular = stat.S_ISREG(status.st_mode)
+        if self._regular and fcntl is not None:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise TraceError(
+                        f"got the output {self.path}, which another run is writing now; name "
+                        "another file for each run."
+                    ) from error
+            status = os.fstat(self._descriptor)  # what a run that has just ended left
+        if self._regular and status.st_size:
+            if not overwrite:
+                raise TraceError(
+                    f"got the output {self.path}, which holds {status.st_size} bytes already, "
+                    "expected a new or empty file: a trace is of one run. Name another file, "
+                    "remove this one, or set overwrite=True."
+                )
+            os.ftruncate(self._descriptor, 0)
+        self._size = 0
+
+    def append(self, data: bytes) -> None:
+        """Hand whole lines to the operating system; OSError where it does not take them all.
+
+        What it took of a line that it did not take wholly is removed again.
+        """
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except BaseException:
+            taken = len(data) - len(view)
+            whole = data.rfind(b"\n", 0, taken) + 1
+            with contextlib.suppress(OSError):
+                if self._regular and whole < taken:
+                    os.ftruncate(self._descriptor, self._size + whole)
+            self._size += whole
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file and let others write it, also while forked children have it open."""
+        if fcntl is not None and self._regular:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+    def forget(self) -> None:
+        """Close it in a forked child, where it stays the parent's."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)

@@ -1,0 +1,241 @@
+"""JsonlSink: the lines of a trace, from any thread into one file, behind the program's back.
+
+What a sink promises:
+
+- `write` and `extend` never raise because of the file, so a full disk never ends a model's forward.
+  The first failure is logged at once, everything after it is dropped and counted, and `close`
+  raises it as a TraceError. What was written before stays a valid trace.
+- Memory is bounded: when `limit` records wait for the disk, a writer waits too.
+- Lines are whole. With ``background=False`` a line is with the operating system when `write`
+  returns, so a killed process loses only the one being written. With a thread (the default) it is
+  there as soon as the thread has encoded it, normally within milliseconds; `flush` waits for that.
+- A forked child writes nothing to its parent's file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from polyattn.errors import TraceError
+from polyattn.trace.output import Output
+from polyattn.trace.record import line_of
+
+__all__ = ["JsonlSink"]
+
+logger = logging.getLogger("polyattn.trace")
+
+Line = Mapping[str, Any] | str
+_BATCH = 1 << 16
+"""Bytes of lines that are handed over at once."""
+
+_open: set[JsonlSink] = set()
+
+
+class JsonlSink:
+    r"""Thread-safe writer of lines of JSON into a file that is this run's alone.
+
+    `overwrite`: replace a file that holds something; otherwise that is an error. `background`:
+    encode and write in a thread. `limit`: records that may wait. `last`: called at the end for the
+    last line, also when the interpreter exits without `close`. Use it as a context manager.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "lines.jsonl")
+    >>> with JsonlSink(path) as sink:
+    ...     sink.write({"seq": 0, "mean": float("nan")})
+    >>> path.read_text()
+    '{"seq":0,"mean":null}\n'
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        overwrite: bool = False,
+        background: bool = True,
+        limit: int = 20_000,
+        last: Callable[[], Line | None] | None = None,
+    ) -> None:
+        if type(limit) is not int or limit < 1:
+            raise TraceError(f"got limit={limit!r}, expected how many records may wait, 1 or more.")
+        self._output = Output(path, overwrite=overwrite)
+        self.path = self._output.path
+        self.error: TraceError | None = None
+        self.dropped = 0
+        self._limit = limit
+        self._last = last
+        self._raised = self._closed = False
+        self._begin()
+        self._thread: threading.Thread | None = None
+        _open.add(self)
+        if background:
+            self._thread = threading.Thread(target=self._run, name="polyattn-trace", daemon=True)
+            self._thread.start()
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._waiting: deque[tuple[Iterable[Line], int]] = deque()
+        self._pending = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is taken: it was closed, or this is a forked child."""
+        return self._closed
+
+    def write(self, record: Line) -> None:
+        """Take one record, or a line of JSON as text without its newline."""
+        self.extend((record,), 1)
+
+    def extend(self, records: Iterable[Line], count: int | None = None) -> None:
+        """Take several records, in order and without others between them.
+
+        A generator is walked in the writing thread, so its work is done there; say then how many
+        it yields (`count`), for the bound on what waits.
+        """
+        if count is None:
+            count = len(records) if isinstance(records, list | tuple) else 1
+        if self._thread is None:
+            self._write_now(records, count)
+            return
+        with self._changed:
+            while self._pending >= self._limit and not (self.error or self._closed):
+                self._changed.wait()
+            if self.error or self._closed:
+                self.dropped += count
+                return
+            self._waiting.append((records, count))
+            self._pending += count
+            self._changed.notify_all()
+
+    def _write_now(self, records: Iterable[Line], count: int) -> None:
+        with self._writing:
+            if self.error or self._closed:
+                self.dropped += count
+            else:
+                self._put(records, count)
+
+    def _put(self, records: Iterable[Line], count: int) -> None:
+        lines, done = bytearray(), 0
+        try:
+            try:
+                for record in records:
+                    text = record if isinstance(record, str) else line_of(record)
+                    lines += text.encode("utf-8") + b"\n"
+                    done += 1
+                    if len(lines) >= _BATCH:
+                        data, lines = bytes(lines), bytearray()
+                        self._output.append(data)
+            finally:  # a record that is none takes no earlier one with it
+                self._output.append(bytes(lines))
+        except Exception as error:  # the model goes on, whatever is wrong with its trace
+            self._fail(error, max(count - done, 1))
+
+    def _fail(self, error: Exception, lost: int) -> None:
+        self.dropped += lost
+        disk = isinstance(error, OSError)
+        self.error = TraceError(
+            f"got an error while writing the trace {self.path} ({type(error).__name__}: {error}); "
+            "it ends there, and what was written before it is whole. "
+            + ("Make room or name another file, and run again." if disk else "Correct what it got.")
+        )
+        self.error.__cause__ = error
+        logger.error("%s", self.error)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                records, count = self._waiting[0]  # stays until it is written: flush waits for it
+                failed = self.error is not None
+            if failed:
+                self.dropped += count
+            else:
+                self._put(records, count)
+            del records
+            with self._changed:
+                if self._waiting:
+                    self._waiting.popleft()
+                self._pending -= count
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything taken so far is with the operating system. Never raises."""
+        with self._changed:
+            while self._waiting and self._thread is not None and self._thread.is_alive():
+                self._changed.wait(1.0)
+
+    def close(self) -> None:
+        """Write what waits and the last line, and close; again does nothing.
+
+        Raises TraceError, once, if something could not be written.
+        """
+        self._finish()
+        if self.error is not None and not self._raised:
+            self._raised = True
+            raise self.error
+
+    def _finish(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            if self._last is not None and self.error is None:
+                last = (line for line in (self._last(),) if line is not None)
+                if self._thread is None:
+                    self._write_now(last, 0)
+                else:
+                    self._waiting.append((last, 0))
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._writing:
+            self._output.close()
+        _open.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the error of the block is the one to see; the trace's own was logged
+            self._finish()
+
+    def _forget(self) -> None:
+        """In a forked child: the file, the thread and its locks are the parent's."""
+        self._begin()
+        self._output.forget()
+        self._thread = None
+        self._closed = self._raised = True
+
+
+@atexit.register
+def _close_all() -> None:
+    for sink in list(_open):
+        sink._finish()
+
+
+def _forget_all() -> None:
+    for sink in list(_open):
+        sink._forget()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
