@@ -295,6 +295,52 @@ def traced(folder: Path) -> None:
         assert "nothing.jsonl" in str(error)
 
 
+def activations(folder: Path) -> None:
+    """Two models traced and compared, one with another weight; the floor of a rerun."""
+    from polyattn.hooks import trace as record
+    from polyattn.hooks.activation_trace import ActivationTrace, current_step
+    from polyattn.trace import compare as comparing
+    from polyattn.trace.compare import calibration
+
+    model, inputs = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    for name, factor in (("a", 1.0), ("b", 1.0), ("c", 1 + 2**-20), ("d", 2.0)):
+        with torch.no_grad():
+            model.weight.mul_(factor)
+        with record(model, folder / f"{name}.jsonl") as run:
+            assert isinstance(run, ActivationTrace) and current_step() is None
+            model(inputs)
+    same = comparing.compare(folder / "a.jsonl", folder / "b.jsonl")
+    assert isinstance(same, comparing.Verdict) and same.equal
+    assert isinstance(same.rows[0], comparing.Row)
+    assert isinstance(same.coverage, comparing.Coverage)
+    assert all(isinstance(guard, comparing.Guard) for guard in same.guards.values())
+    other = comparing.compare(folder / "a.jsonl", folder / "d.jsonl")
+    assert isinstance(other.culprit, comparing.Culprit)
+    floor = calibration.build(folder / "a.jsonl", [folder / "c.jsonl"])
+    assert isinstance(floor, comparing.Floor)
+
+
+def prints_of_weights(folder: Path) -> None:
+    from polyattn.trace import fingerprints, sketch
+
+    weight = torch.ones(2, 3).numpy()
+    whole = fingerprints.fingerprint(weight)
+    assert fingerprints.matches(fingerprints.moments(whole), fingerprints.moments(whole))
+    assert fingerprints.same_layout(whole, whole)
+    text = sketch.encode(sketch.sketch(weight))
+    fingerprints.assemble(weight.shape, "float32", fingerprints.marginals(weight), text)
+
+
+def tapped(folder: Path) -> None:
+    import jax.numpy as jnp
+
+    from polyattn.jax.trace import JaxTrace, tap, trace
+
+    with trace(folder / "port.jsonl") as run:
+        assert isinstance(run, JaxTrace)
+        tap(jnp.ones(4), "block")
+
+
 def flexible(folder: Path) -> None:
     attend(backend="flex")
 
@@ -334,6 +380,15 @@ CALLS: dict[str, Call] = {
                      ("AttentionBackendEnum", "get_env_variable_attn_backend",
                       "get_global_forced_attn_backend", "global_force_attn_backend")), selected),
     "polyattn.torch.backends.flex.load": flexible,
+    **dict.fromkeys((f"polyattn.hooks.activation_trace.{name}" for name in
+                     ("ActivationTrace", "current_step")), activations),
+    **dict.fromkeys((f"polyattn.trace.compare.{name}" for name in
+                     ("Coverage", "Culprit", "Floor", "Guard", "Row", "Verdict")), activations),
+    **dict.fromkeys((f"polyattn.trace.fingerprints.{name}" for name in
+                     ("assemble", "marginals", "matches", "moments", "same_layout")),
+                    prints_of_weights),
+    **dict.fromkeys((f"polyattn.jax.trace.{name}" for name in ("JaxTrace", "tap", "trace")),
+                    tapped),
     **dict.fromkeys((f"polyattn.trace.{name}" for name in ("Record", "Trace", "line_of", "read")),
                     traced),
 }  # fmt: skip

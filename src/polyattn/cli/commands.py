@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "polyattn.cli.flags",
         "the frameworks' global switches: shown, stored, compared; the presets",
     ),
+    "trace": (
+        "polyattn.cli.trace",
+        "what a program's models compute: recorded, shown, compared; the first wrong layer",
+    ),
     "fuzz": ("polyattn.conformance.fuzz", "random problems against the float64 reference"),
 }
 """Each command: the module whose ``main(argv)`` it is, imported when it is used, and its line."""

@@ -33,8 +33,9 @@ def run_program(program: Sequence[str]) -> int:
     The program's threads that are no daemons are waited for, as the interpreter would.
     """
     saved = sys.argv, list(sys.path), sys.modules["__main__"]
+    ours = frozenset(threading.enumerate())
     try:
-        return _exit_code(_starter(list(program)))
+        return _exit_code(_starter(list(program)), ours)
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = saved
 
@@ -70,12 +71,12 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def _exit_code(start: Callable[[], object]) -> int:
+def _exit_code(start: Callable[[], object], ours: frozenset[threading.Thread]) -> int:
     try:
         try:
             start()
         finally:
-            _await_threads()
+            _await_threads(ours)
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):
             return leave.code or 0
@@ -95,10 +96,10 @@ def _shown(error: BaseException, code: int) -> int:
     return code
 
 
-def _await_threads() -> None:
+def _await_threads(ours: frozenset[threading.Thread]) -> None:
+    """Wait for what the program started; threads that were there before are not its own."""
     for thread in threading.enumerate():
-        here = thread in (threading.current_thread(), threading.main_thread())
-        if not here and not thread.daemon:
+        if thread not in ours and not thread.daemon:
             thread.join()
 
 

@@ -20,7 +20,7 @@ out (2, 8)
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+import typing
 
 if importlib.util.find_spec("torch") is None:
     from polyattn.errors import MissingDependency
@@ -40,7 +40,7 @@ from polyattn.hooks.activation_trace import (
 from polyattn.hooks.hooks import ForwardHook, recomputing
 from polyattn.hooks.manager import HookHandle, ModuleHookManager
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from polyattn.hooks.activation_trace import ActivationStatHook, JsonlSink, trace, trace_any
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
 _LAZY = frozenset({"ActivationStatHook", "JsonlSink", "trace", "trace_any"})
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _LAZY:  # a trace that is off loads nothing
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(activation_trace, name)

@@ -6,8 +6,8 @@ nothing where no trace is on. See ``docs/trace.md``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib
+import typing
 
 from polyattn.hooks.activation_trace.environment import (
     attach_activation_trace,
@@ -15,7 +15,7 @@ from polyattn.hooks.activation_trace.environment import (
 )
 from polyattn.hooks.activation_trace.step import current_step, trace_step
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from polyattn.hooks.activation_trace.any_program import trace_any
     from polyattn.hooks.activation_trace.run import ActivationTrace, trace
     from polyattn.hooks.activation_trace.stat_hook import ActivationStatHook
@@ -35,10 +35,10 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
     return found
 
 

@@ -1,0 +1,175 @@
+"""``polyattn trace record``: an unchanged program, with what its models compute in a file."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from polyattn.cli.arguments import parser, split_program
+from polyattn.cli.printing import emit_json, note
+from polyattn.cli.program import check_program, run_program
+from polyattn.cli.trace_summary import Summary, summary_of
+from polyattn.errors import TraceError
+
+if TYPE_CHECKING:
+    from polyattn.hooks.activation_trace.any_program import ProgramTrace
+
+__all__ = ["main"]
+
+SUMMARY = """Run a program as `python SCRIPT ARGS` (or `-m MODULE ARGS`) would, and record what goes
+into and comes out of every module of the torch models that it calls; afterwards say on stderr what
+was recorded. The exit code is the program's. The first model goes to --out, each further one to a
+file with its class in the name."""
+
+_NOTHING = "nothing was recorded"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a program; returns its exit code."""
+    made = _parser()
+    ours, program = split_program(made, argv)
+    options = made.parse_args(ours)
+    check_program(program)
+    code, found, problems = _record(program, Path(options.out), _chosen(options))
+    summaries = [(type(run.model).__name__, summary_of(run.path)) for run in found.runs]
+    if options.json:
+        traces = [{"model": model, **one.to_dict()} for model, one in summaries]
+        plain = {"exit_code": code, "traces": traces, "left_out": found.left_out}
+        emit_json(plain | {"problems": problems}, options.json)
+    for line in [*problems, *_said(summaries, found.left_out, Path(options.out), not problems)]:
+        note(f"polyattn trace record: {line}")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "trace record", SUMMARY,
+        usage="polyattn trace record [options] SCRIPT [ARGS] | -m MODULE [ARGS]",
+    )  # fmt: skip
+    made.add_argument("--out", metavar="FILE", default="polyattn-trace.jsonl",
+                      help="where to (polyattn-trace.jsonl)")  # fmt: skip
+    made.add_argument("--overwrite", action="store_true", help="replace the file of another run")
+    made.add_argument("--layers", metavar="REGEX",
+                      help="modules whose name has this in it; all by default")  # fmt: skip
+    made.add_argument("--stats", metavar="A,B",
+                      help="statistics to keep, as abs_mean,max; all by default, and `diff` needs "
+                           "sketch and l2")  # fmt: skip
+    made.add_argument("--steps", metavar="0,5|0-3",
+                      help="steps to record, of programs that use trace_step")  # fmt: skip
+    made.add_argument("--tensors", action="append", default=[], metavar="NAME",
+                      help="a module whose tensors are kept whole; may be repeated")  # fmt: skip
+    made.add_argument("--gradients", action="store_true", help="record gradients too")
+    made.add_argument("--parameters", action="store_true", help="record each module's weights too")
+    return made
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of the trace; what can be wrong with them is said before the program runs."""
+    from polyattn.hooks.activation_trace.heading import rank_and_world
+    from polyattn.hooks.activation_trace.selection import choose_statistics, choose_steps
+    from polyattn.trace import rank_path
+
+    choose_statistics(options.stats)
+    choose_steps(options.steps)
+    try:
+        re.compile(options.layers or "")
+    except re.error as error:
+        raise TraceError(
+            f"got --layers {options.layers!r}, expected a regular expression ({error})."
+        ) from error
+    path = rank_path(options.out, *rank_and_world())
+    if path.is_dir():
+        raise TraceError(f"got --out {path}, which is a folder, expected a file to write.")
+    if path.is_file() and path.stat().st_size and not options.overwrite:
+        raise TraceError(
+            f"got --out {path}, which holds {path.stat().st_size} bytes already, expected a new or "
+            "empty file; name another one, or give --overwrite."
+        )
+    return {
+        "layers": options.layers, "stats": options.stats, "steps": options.steps,
+        "tensors": options.tensors or None, "gradients": options.gradients,
+        "parameters": options.parameters, "overwrite": options.overwrite,
+    }  # fmt: skip
+
+
+def _record(
+    program: Sequence[str], path: Path, options: dict[str, Any]
+) -> tuple[int, ProgramTrace, list[str]]:
+    """Return the exit code, what was traced, and what went wrong with the trace."""
+    from polyattn.hooks import trace_any
+
+    problems: list[str] = []
+    tracing = trace_any(path, **options)
+    found = tracing.__enter__()
+    try:
+        with _own_errors(problems):
+            code = run_program(program)
+        code = 2 if problems else code
+    finally:
+        with _closing(problems):
+            tracing.__exit__(None, None, None)
+    lost = any(_NOTHING not in problem for problem in problems)
+    return code or (2 if lost else 0), found, problems
+
+
+@contextmanager
+def _own_errors(problems: list[str]) -> Iterator[None]:
+    """An error of the trace that ends the program is a line, not the program's traceback."""
+    before = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if isinstance(error, TraceError):
+            problems.append(str(error))
+        else:
+            before(kind, error, at)
+
+    sys.excepthook = shown
+    try:
+        yield
+    finally:
+        if sys.excepthook is shown:
+            sys.excepthook = before
+
+
+@contextmanager
+def _closing(problems: list[str]) -> Iterator[None]:
+    """Collect what the trace says at its end, once: it warns and logs the same."""
+
+    def again(record: logging.LogRecord) -> bool:
+        return _NOTHING not in record.getMessage()
+
+    logger = logging.getLogger("polyattn.trace")
+    logger.addFilter(again)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    except TraceError as error:
+        problems.append(str(error))
+    finally:
+        logger.removeFilter(again)
+    problems += [str(one.message) for one in caught]
+
+
+def _said(
+    summaries: Sequence[tuple[str, Summary]], left_out: Sequence[str], path: Path, why: bool
+) -> Iterator[str]:
+    for model, one in summaries:
+        yield f"{model}: {one}"
+    if left_out:
+        names = ", ".join(sorted(set(left_out)))
+        yield f"{len(left_out)} of the program's models are not traced: {names}"
+    if not summaries:
+        reason = ": the program called no torch model in this process" if why else ""
+        old = f"{path} is of an earlier run" if path.exists() else "there is no file"
+        yield f"{_NOTHING.upper()}{reason}; {old}."
+    elif not any(one.records for _, one in summaries):
+        yield f"{_NOTHING.upper()}."

@@ -1,0 +1,201 @@
+"""The JAX tap: its numbers are NumPy's, and it records under every transformation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax")
+if not hasattr(jax, "make_user_context"):
+    pytest.skip("this JAX has no make_user_context", allow_module_level=True)
+
+import jax.numpy as jnp  # noqa: E402
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+from jax import lax  # noqa: E402
+
+from polyattn.errors import TraceError  # noqa: E402
+from polyattn.jax.trace import tap, trace  # noqa: E402
+from polyattn.jax.trace.words import sign_words  # noqa: E402
+from polyattn.trace import read  # noqa: E402
+from polyattn.trace.sketch import decode, splitmix64  # noqa: E402
+from polyattn.trace.statistics import statistics  # noqa: E402
+
+RNG = np.random.default_rng(0)
+NORMAL = RNG.standard_normal((7, 33, 65))
+BAD = np.array([np.nan, np.inf, -np.inf, 0.0, 3.0, -4.0], np.float32)
+
+
+def scan(x: Any) -> Any:
+    return lax.scan(lambda c, _: (tap(2 * c, "s"), None), x, None, length=3)[0].sum()
+
+
+def loss(x: Any) -> Any:
+    return (tap(jnp.sin(x), "a") ** 2).sum()
+
+
+def records(path: Path, run: Callable[[], Any], **options: Any) -> Any:
+    with trace(path, **options):
+        run()
+    return read(path).records
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        NORMAL.astype(np.float32), NORMAL.astype(ml_dtypes.bfloat16), NORMAL.astype(np.float16),
+        (1000 + NORMAL).astype(np.float32), (NORMAL * 1e37).astype(np.float32), BAD,
+        RNG.integers(-(2**31), 2**31, 5000).astype(np.int32), np.float32(3).reshape(()),
+        RNG.integers(0, 2**32, 5000).astype(np.uint32), np.full(3, np.nan, np.float32),
+        RNG.integers(-128, 128, 70).astype(np.int8), NORMAL > 0, np.zeros((3, 0), np.float32),
+        (NORMAL + 1j * NORMAL[::-1]).astype(np.complex64), np.zeros(100, np.float32),
+    ],
+    ids=lambda value: f"{value.dtype.name}{value.shape}",
+)  # fmt: skip
+def test_the_numbers_under_jit_are_those_of_numpy(tmp_path: Path, value: Any) -> None:
+    (found,) = records(tmp_path / "a", lambda: jax.jit(lambda x: tap(x, "m"))(value))
+    expected = statistics(value)
+    for name in ("n", "nan", "pinf", "ninf", "zero"):
+        assert getattr(found, name) == expected[name]
+    assert (list(found.shape), found.dtype) == (expected["shape"], expected["dtype"])
+    for one, other in zip(found.samples, expected["samples"], strict=True):
+        assert one == (other if other is None else pytest.approx(other, rel=1e-8))
+    for name in ("min", "max", "std", "abs_mean", "l1", "l2"):
+        number = expected[name]
+        near = number if number is None else pytest.approx(number, rel=1e-7, abs=0)
+        assert getattr(found, name) == near
+    if expected["mean"] is not None:
+        assert abs(found.mean - expected["mean"]) <= 1e-7 * expected["abs_mean"]
+    sketch = decode(expected["sketch"])
+    assert np.abs(found.buckets() - sketch).max() <= 3e-7 * np.abs(sketch).max()
+
+
+def test_sign_words_are_splitmix64() -> None:
+    low, high = map(np.asarray, sign_words(5000))
+    words = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    assert np.array_equal(words, splitmix64(np.arange(5000, dtype=np.uint64)))
+
+
+def test_float64_and_int64_with_x64(tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        for name, value in (("f", NORMAL * 1e300), ("i", RNG.integers(-(2**62), 2**62, 999))):
+            (found,) = records(tmp_path / name, lambda x=value: jax.jit(lambda x: tap(x, "m"))(x))
+            expected = statistics(value)
+            assert found.dtype == value.dtype.name
+            assert (found.l2, found.std) == pytest.approx((expected["l2"], expected["std"]), 1e-14)
+            assert np.allclose(found.buckets(), decode(expected["sketch"]), rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("run", "calls"),
+    [
+        (loss, 1), (jax.jit(loss), 1), (jax.grad(loss), 1), (jax.grad(jax.jit(loss)), 1),
+        (jax.jit(jax.grad(loss)), 1), (jax.jit(scan), 3), (jax.jit(jax.grad(scan)), 3),
+        (jax.vmap(loss), 1), (jax.jit(jax.vmap(scan)), 3), (jax.jit(jax.vmap(jax.grad(loss))), 1),
+        (jax.jit(jax.vmap(jax.vmap(loss))), 1), (lambda x: jax.jvp(loss, (x,), (x,)), 1),
+        (jax.jit(lambda x: lax.cond(x.sum() > 0, lambda y: tap(y, "t"), lambda y: y, x)), 1),
+        (jax.jit(lambda x: lax.while_loop(lambda c: c.sum() < 100,
+                                          lambda c: tap(2 * c, "w"), x)), 4),
+    ],
+)  # fmt: skip
+def test_transformations(tmp_path: Path, run: Callable[[Any], Any], calls: int) -> None:
+    x = jnp.ones((3, 4))
+    without = jax.tree.map(np.asarray, run(x))
+    with trace(tmp_path / "a"):
+        within = run(x)
+    found = read(tmp_path / "a").records
+    assert [r.call for r in found] == list(range(calls))
+    assert all(r.shape == (3, 4) for r in found)
+    jax.tree.map(np.testing.assert_array_equal, without, within)
+
+
+def test_a_compiled_function_is_never_run_without_its_taps_nor_with_them_later(
+    tmp_path: Path,
+) -> None:
+    compiled = 0
+
+    def model(x: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return tap(x + 1, "m")
+
+    run = jax.jit(model)
+    x = jnp.ones(3)
+    assert "callback" not in run.lower(x).as_text()
+    run(x)
+    first = records(tmp_path / "a", lambda: run(x))
+    run(x)
+    second = records(tmp_path / "b", lambda: (run(x), run(x)))
+    assert (len(first), len(second)) == (1, 2)
+    assert compiled == 2  # with taps, and without: the second trace takes the first one's
+
+
+def test_gradients_match_and_are_recorded(tmp_path: Path) -> None:
+    x = jnp.arange(6.0)
+    expected = 3 * jnp.cos(x) * jnp.sin(x) ** 2
+
+    def cubed(x: Any) -> Any:
+        return (tap(jnp.sin(x), "a") ** 3).sum()
+
+    with trace(tmp_path / "a", gradients=True):
+        assert np.allclose(jax.jit(jax.grad(cubed))(x), expected)
+    out, grad = read(tmp_path / "a").records
+    assert (out.phase, grad.phase, grad.tensor) == ("out", "grad_out", "out")
+    assert grad.l1 == pytest.approx(float(jnp.abs(3 * jnp.sin(x) ** 2).sum()), rel=1e-6)
+
+
+def test_steps_layers_pytrees_and_header(tmp_path: Path) -> None:
+    @jax.jit
+    def model(x: Any) -> Any:
+        tap({"x": x, "rest": (x, None)}, "blocks.0", "in", tensor="kwargs", cls="Block")
+        return tap(tap(x, "blocks.1"), "head")
+
+    params = {"blocks": [{"w": jnp.ones((2, 2))}], "b": jnp.ones(2, jnp.bfloat16)}
+    options = {"params": params, "layers": r"^blocks", "steps": {1, 3}, "seed": 7}
+    with trace(tmp_path / "a", **options) as run:
+        for index in range(4):
+            with run.step(index):
+                model(index * jnp.ones(4))
+    found = read(tmp_path / "a")
+    assert [(r.module, r.tensor, r.step, r.mean) for r in found.records if r.step == 3] == [
+        ("blocks.0", "kwargs.rest[0]", 3, 3.0), ("blocks.0", "kwargs.x", 3, 3.0),
+        ("blocks.1", "out", 3, 3.0),
+    ]  # fmt: skip
+    assert {r.step for r in found.records} == {1, 3}
+    assert found.header.weights.keys() == {"blocks.0.w", "b"}
+    assert found.header.dtypes == {"float32": 1, "bfloat16": 1}
+    assert (found.header.framework, found.header.seed, found.ended) == ("jax", 7, True)
+
+
+def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="regular expression"):
+        trace(tmp_path / "a", layers="(")
+    with pytest.raises(TraceError, match="no header has"):
+        trace(tmp_path / "a", colour="red")
+    with pytest.warns(RuntimeWarning, match="no record"), trace(tmp_path / "b"):
+        pass
+    with pytest.raises(TraceError, match="expected numbers"), trace(tmp_path / "c"):
+        tap(jax.random.key(0), "m")
+    with pytest.raises(TraceError, match="a phase of"), trace(tmp_path / "d"):
+        tap(jnp.ones(3), "m", "grad_out")
+    with pytest.raises(ZeroDivisionError), trace(tmp_path / "e") as run:
+        tap(jnp.ones(3), "m")
+        raise ZeroDivisionError
+    assert len(read(tmp_path / "e").records) == 1
+    with pytest.raises(TraceError, match="a second time"), run:
+        pass
+    assert tap(3, "m") == 3
+
+
+def test_nested_traces_have_their_own_records(tmp_path: Path) -> None:
+    run = jax.jit(lambda x: tap(x, "m"))
+    with trace(tmp_path / "a"):
+        run(jnp.ones(1))
+        with trace(tmp_path / "b"):
+            run(jnp.zeros(1))
+        run(jnp.full(1, 2.0))
+    assert [r.mean for r in read(tmp_path / "a").records] == [1.0, 2.0]
+    assert [r.mean for r in read(tmp_path / "b").records] == [0.0]
