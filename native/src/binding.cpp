@@ -16,6 +16,7 @@
 #include "polyattn/arguments.h"
 #include "statistics/statistics.h"
 #include "threads.h"
+#include "trace_classes.h"
 
 namespace nb = nanobind;
 
@@ -306,23 +307,11 @@ Tensor read_tensor(int element, int64_t data, nb::handle sizes, nb::handle strid
 
 void trace_statistics(int isa, int threads, int element, int64_t data, nb::handle sizes,
                       nb::handle strides, int64_t out) {
-  constexpr int64_t kShort = 32768;  // others wait for these for some microseconds
-  const Kernels& kernels = chosen(isa);
   const Tensor tensor = read_tensor(element, data, sizes, strides);
-  if (threads < 1 || threads > 1024) refuse("threads must be 1 to 1024");
   if (const char* complaint = check(tensor)) refuse(complaint);
   double* const row = reinterpret_cast<double*>(static_cast<intptr_t>(out));
   if (row == nullptr) refuse("out: got a null pointer");
-  int64_t count = 1;
-  for (int i = 0; i < tensor.dims; ++i) count *= tensor.sizes[i];
-  bool done;
-  if (count <= kShort) {
-    done = statistics(kernels, 1, tensor, row);
-  } else {
-    const nb::gil_scoped_release released;
-    done = statistics(kernels, threads, tensor, row);
-  }
-  if (!done) throw std::bad_alloc();  // MemoryError
+  if (!summarize_unlocked(isa, threads, tensor, row)) throw std::bad_alloc();  // MemoryError
 }
 
 struct Spin {
@@ -385,9 +374,22 @@ nb::dict build() {
 }
 
 }  // namespace
+
+bool summarize_unlocked(int isa, int threads, const Tensor& tensor, double* row) {
+  constexpr int64_t kShort = 32768;  // others wait for these for some microseconds
+  const Kernels& kernels = chosen(isa);
+  if (threads < 1 || threads > 1024) refuse("threads must be 1 to 1024");
+  int64_t count = 1;
+  for (int i = 0; i < tensor.dims; ++i) count *= tensor.sizes[i];
+  if (count <= kShort) return statistics(kernels, 1, tensor, row);
+  const nb::gil_scoped_release released;
+  return statistics(kernels, threads, tensor, row);
+}
+
 }  // namespace polyattn
 
 NB_MODULE(_native, m) {
+  nanobind::set_leak_warnings(false);  // a trace may be open while the program ends
   using namespace nanobind::literals;
   m.doc() = "Tiled CPU attention kernels. Use polyattn.native or the native_cpu backend.";
   m.def("isas", [] { return polyattn::names(polyattn::available()); },
@@ -404,6 +406,8 @@ NB_MODULE(_native, m) {
   m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a,
         "sizes"_a, "strides"_a, "out"_a,
         "85 float64 numbers of a tensor: see native/src/statistics/statistics.h.");
+  polyattn::add_trace_lines(m);
+  polyattn::add_trace_record(m);
   m.def("spin", &polyattn::spin, "isa"_a, "bf16"_a, "iterations"_a, "threads"_a,
         "(operations, seconds) of multiply-adds from registers only: the peak of this processor.");
   m.def("threads_in_use", &polyattn::pool_name, "Whose threads the kernels run on.");

@@ -6,6 +6,8 @@ This module is framework-free: it imports neither torch nor jax. The calls thems
 >>> from polyattn import Causal, Window
 >>> Causal() & Window(left=255)
 Causal() & Window(left=255, right=None)
+
+To pytest, which loads our plugin: PYTEST_DONT_REWRITE, no test is in here.
 """
 
 from __future__ import annotations

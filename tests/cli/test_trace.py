@@ -94,6 +94,35 @@ class TestDiff:
         assert "the rule ^(?=q)no -> y matches no" in out
         assert "the rule ^none -> x matches no" in out
 
+    def test_whether_each_side_repeats_itself(self, folder, capsys):
+        a, b = write("a.jsonl", noise=1e-3), write("b.jsonl", noise=1e-3, seed=1)
+        again = [write(f"{n}.jsonl", noise=1e-3, seed=n) for n in (2, 3, 4)]
+        assert trace(capsys, "diff", a, b)[0] == 1
+        code, out, _ = trace(
+            capsys, "diff", a, b, "--reruns-of-a", *again[:2], "--reruns-of-b", again[2], "--json"
+        )
+        assert code == 0, out
+        guards = json.loads(out)["guards"]
+        assert guards["determinism"]["holds"] is False
+        assert "the reference differs from its rerun by up to" in guards["determinism"]["said"]
+        assert "the port differs from its rerun by up to" in guards["determinism"]["said"]
+        # a fault that is larger than what the sides do not repeat is seen as before
+        wrong = write("wrong.jsonl", noise=1e-3, seed=1, factor=1.5)
+        assert trace(capsys, "diff", a, wrong, "--reruns-of-a", *again)[0] == 1
+        # and a side with dropout has no verdict
+        wild = write("wild.jsonl", noise=0.5, seed=9)
+        code, out, _ = trace(capsys, "diff", a, wrong, "--reruns-of-b", wild)
+        assert code == 2, out
+        assert "the port differs from its rerun" in out
+
+    def test_reruns_that_are_none(self, folder, capsys):
+        a, b = write("a.jsonl"), write("b.jsonl")
+        for reruns in (["--reruns-of-a", "./a.jsonl"], ["--reruns-of-b", "a.jsonl", "a.jsonl"]):
+            code, _, err = trace(capsys, "diff", a, b, *reruns)
+            assert code == 2
+            assert "expected the trace of another run each" in err
+        assert "none.jsonl" in trace(capsys, "diff", a, b, "--reruns-of-b", "none.jsonl")[2]
+
     def test_flags_that_differ_are_named(self, folder, capsys):
         from polyattn.knobs import make
 

@@ -33,10 +33,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 8)
     with torch.no_grad():
-        if "--perturb" in sys.argv:
-            torch.manual_seed(int(sys.argv[-1]))
-            for p in net.parameters():
-                p.mul_(1 + 2**-23 * (2 * torch.rand_like(p) - 1))
         for step in range(2):
             with trace_step(step):
                 net(x)
@@ -97,14 +93,42 @@ class TestRecord:
 
     def test_whole_tensors(self, folder, capsys):
         pytest.importorskip("safetensors")
-        code, _, _ = trace(
-            capsys, "record", "--out", "run.jsonl", "--tensors", "up", "--tensors", "down",
-            "program.py",
+        code, _, err = trace(
+            capsys, "record", "--out", "run.jsonl", "--tensors", "(?i)^U", "--tensors", "ow",
+            "--json=said.json", "program.py",
         )  # fmt: skip
         assert code == 0
         kept = [record for record in read("run.jsonl").records if record.file]
         assert {record.module for record in kept} == {"up", "down"}
         assert all(Path(record.file).is_file() for record in kept)
+        size = sum(Path(record.file).stat().st_size for record in kept)
+        assert len(kept) == 8
+        assert f": 8 tensors kept whole, {size / 1e3:.1f} kB, in run.tensors\n" in err
+        assert json.loads(Path("said.json").read_text())["tensors"] == {
+            "tensors": 8, "bytes": size, "folders": ["run.tensors"],
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("pattern", ["", ".*"])
+    def test_all_tensors_whole(self, folder, capsys, pattern):
+        pytest.importorskip("safetensors")
+        code, _, err = trace(
+            capsys, "record", "--out", "run.jsonl", "--tensors", pattern, "program.py"
+        )
+        assert code == 0
+        records = read("run.jsonl").records
+        assert all(r.file for r in records if r.same is None)
+        files = {r.file for r in records if r.file}
+        assert f": {len(files)} tensors kept whole" in err
+
+    def test_tensors_that_match_nothing(self, folder, capsys):
+        pytest.importorskip("safetensors")
+        code, _, err = trace(
+            capsys, "record", "--out", "run.jsonl", "--tensors", "dwn", "program.py"
+        )
+        assert code == 2
+        assert "got tensors='dwn', which matches none of the 4 modules of this Net." in err
+        assert "0 tensors kept whole" in err
+        assert len(read("run.jsonl").records) == 16
 
     def test_a_file_is_not_replaced_unasked(self, folder, capsys):
         Path("run.jsonl").write_text("mine\n")
@@ -120,6 +144,10 @@ class TestRecord:
         ("options", "said"),
         [
             (["--layers", "("], "expected a regular expression"),
+            (["--tensors", "up", "--tensors", "("], "got --tensors '('"),
+            (["--perturb", "x"], "got --perturb 'x', expected a seed"),
+            (["--perturb=-1"], "got --perturb '-1', expected a seed"),
+            (["--perturb", str(2**40)], "expected a seed"),
             (["--stats", "maxx"], "did you mean 'max'"),
             (["--steps", "x"], "got steps='x'"),
             (["--out", "."], "which is a folder"),
@@ -133,12 +161,59 @@ class TestRecord:
         assert len(err.splitlines()) == 1
 
     def test_layers_that_match_nothing(self, folder, capsys):
-        code, _, err = trace(capsys, "record", "--layers", "dwn", "--out", "r.jsonl", "program.py")
-        assert code == 2
+        code, out, err = trace(
+            capsys, "record", "--layers", "dwn", "--out", "r.jsonl", "program.py"
+        )
+        assert (code, out) == (2, "args []\n")  # the program's own run is not disturbed
         assert "Traceback" not in err
         assert "matches none of the 4 modules" in err
         assert "NOTHING WAS RECORDED" in err
         assert not Path("r.jsonl").exists()
+
+    def test_a_program_that_fails_keeps_its_exit_code(self, folder, capsys):
+        code, _, err = trace(
+            capsys, "record", "--layers", "dwn", "--out", "r.jsonl", "program.py", "--fail"
+        )
+        assert code == 3
+        assert "matches none" in err
+
+    def test_models_without_the_layers_are_left_out(self, folder, capsys):
+        Path("two.py").write_text(
+            "import torch, program\n"
+            "small = torch.nn.Sequential(torch.nn.Linear(8, 8))\n"
+            "small(program.Net()(small(torch.ones(4, 8))))\n"
+            "torch.nn.Sequential(torch.nn.Linear(8, 8))(torch.ones(4, 8))\n"
+        )
+        code, _, err = trace(
+            capsys, "record", "--layers", "^up$", "--out", "r.jsonl", "--json=said.json", "two.py"
+        )
+        assert code == 0
+        assert "Net: r.jsonl: 2 records" in err
+        assert "Sequential: not traced (2 of them): got layers='^up$', which matches none" in err
+        left = json.loads(Path("said.json").read_text())["left_out"]
+        assert [one["model"] for one in left] == ["Sequential", "Sequential"]
+        code, _, err = trace(capsys, "record", "--layers", "upp", "--out", "s.jsonl", "two.py")
+        assert code == 2
+        assert "fits no module of the 3 models that were called (2 of Sequential, Net)." in err
+        assert "Did you mean 'up'?" in err
+        assert "NOTHING WAS RECORDED" in err
+        assert not Path("s.jsonl").exists()
+
+    def test_perturbed_weights(self, folder, capsys):
+        for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+            code, _, err = trace(
+                capsys, "record", "--out", f"{name}.jsonl", "--perturb", seed,
+                f"--json={name}.json", "program.py",
+            )  # fmt: skip
+            assert code == 0
+            assert f"polyattn trace record: 4 weights perturbed with seed {seed}\n" in err
+        said = json.loads(Path("c.json").read_text())["perturbed"]
+        assert said == {"seed": 2, "changed": 4, "left": []}
+        a, b, c = (read(f"{name}.jsonl") for name in "abc")
+        assert a.records == b.records
+        assert a.records != c.records
+        assert a.header.selection["perturb"] == 1
+        assert a.header.weights == b.header.weights != c.header.weights
 
     def test_steps_that_do_not_come(self, folder, capsys):
         code, _, err = trace(capsys, "record", "--steps", "7", "--out", "r.jsonl", "program.py")
@@ -189,7 +264,7 @@ class TestRecord:
         assert trace(capsys, "record", "--out", "a.jsonl", "program.py")[0] == 0
         assert trace(capsys, "record", "--out", "b.jsonl", "program.py", "--wrong")[0] == 0
         for seed in "123":
-            again = ("record", "--out", f"r{seed}.jsonl", "program.py", "--perturb", seed)
+            again = ("record", "--out", f"r{seed}.jsonl", "--perturb", seed, "program.py")
             assert trace(capsys, *again)[0] == 0
         reruns = [f"r{seed}.jsonl" for seed in "123"]
         code, out, err = trace(capsys, "calibrate", "a.jsonl", *reruns, "--out", "floor.json")

@@ -39,7 +39,7 @@ WAYS = (*ISAS, "torch")
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each instruction set of the kernel, and torch's operations."""
     if request.param == "torch":
-        monkeypatch.setattr(of, "_native", lambda: None)
+        monkeypatch.setattr(of, "native_module", lambda: None)
     else:
         monkeypatch.setenv("POLYATTN_NATIVE_ISA", request.param)
     return request.param

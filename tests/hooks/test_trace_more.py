@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,29 @@ def test_gradients_of_a_leaf_that_is_used_again(tmp_path: Path) -> None:
     found = [r for r in read(tmp_path / "run.jsonl").records if r.phase == "grad_in"]
     assert [r.call for r in found] == [3]
     assert not x._backward_hooks
+
+
+def test_gradients_leave_a_module_before_they_come_to_the_one_that_made_the_tensor(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with trace(model, tmp_path / "run.jsonl", gradients=True):
+        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    found = [r for r in read(tmp_path / "run.jsonl").records if r.phase.startswith("grad")]
+    assert [(r.module, r.phase) for r in found] == [
+        ("", "grad_out"), ("2", "grad_out"), ("2", "grad_in"), ("1", "grad_out"),
+        ("1", "grad_in"), ("0", "grad_out"), ("0", "grad_in"), ("", "grad_in"),
+    ]  # fmt: skip
+
+
+def test_gradients_around_a_change_in_place(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with trace(model, tmp_path / "run.jsonl", gradients=True):
+        model(torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()).sum().backward()
+    found = read(tmp_path / "run.jsonl")
+    phases = {(r.module, r.phase) for r in found.records if r.phase.startswith("grad")}
+    assert ("1", "grad_out") in phases and ("0", "grad_out") in phases
+    assert one(found, "1", "grad_out", "out").l1 == 8
 
 
 def test_training_a_real_model_with_gradients(tmp_path: Path) -> None:
@@ -217,3 +241,27 @@ def test_a_process_that_traces_prints_nothing(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout == done.stderr == ""
     assert "end" in json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_flush_from_another_thread_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    class Many(nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return tensors[0]
+
+    model = Many()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with trace(model, tmp_path / "run.jsonl") as run:
+            calling = threading.Thread(
+                target=lambda: [model(*map(torch.full, [(3,)] * 40, range(40))) for _ in range(100)]
+            )
+            calling.start()
+            while calling.is_alive():
+                run.flush()
+            calling.join()
+    finally:
+        sys.setswitchinterval(before)
+    found = read(tmp_path / "run.jsonl")
+    assert found.ended and not found.notes and len(found.records) == 100 * 41
+    assert {record.max for record in found.records if record.tensor == "args[7]"} == {7}

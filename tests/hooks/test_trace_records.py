@@ -122,8 +122,13 @@ def test_an_input_changed_in_place_is_recorded_as_it_came(tmp_path: Path) -> Non
         with mode(), trace(model, path):
             model(torch.ones(4))
         found = read(path).records
-        assert [r.mean for r in found] == [1, 1, 2, 2, 4, 4]
-        assert [r.same for r in found] == [None, 0, None, 2, None, 4]
+        came = [r for r in found if r.phase == "in" or r.tensor == "out"]
+        assert [r.mean for r in came] == [1, 1, 2, 2, 4, 4]
+        assert [r.same is None for r in came] == [True, False, True, False, True, False]
+        left = [(r.module, r.mean) for r in found if r not in came]
+        # inference tensors have no version that tells
+        known = mode is torch.no_grad
+        assert left == ([("0", 2), ("1", 4), ("", 4)] if known else [])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])

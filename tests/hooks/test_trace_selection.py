@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from polyattn.errors import TraceError  # noqa: E402
-from polyattn.hooks import trace, trace_step  # noqa: E402
+from polyattn.hooks import trace, trace_any, trace_step  # noqa: E402
 from polyattn.trace import read  # noqa: E402
 from tests.hooks.traced_models import Block, llama, recorded, tokens  # noqa: E402
 
@@ -160,3 +160,97 @@ def test_a_step_is_an_integer() -> None:
 def test_inputs_can_be_left_out(tmp_path: Path) -> None:
     found = recorded(llama(1), tmp_path / "run.jsonl", tokens(), inputs=False)
     assert {r.phase for r in found.records} == {"out"}
+
+
+class TestOfAWholeProgram:
+    """`trace_any` with options that fit some of the models, or none."""
+
+    def test_models_without_a_match_are_left_out(self, tmp_path: Path) -> None:
+        loose, fitting = nn.Sequential(nn.Linear(8, 8)), Block()
+        with trace_any(tmp_path / "run.jsonl", layers="^second$") as traced:
+            fitting(loose(X))
+            loose(X)
+        assert [path.name for path in traced.paths] == ["run.jsonl"]
+        assert {r.module for r in read(traced.paths[0]).records} == {"second"}
+        ((model, reason),) = traced.left_out
+        assert model == "Sequential"
+        assert "layers='^second$', which matches none of the 2 modules" in reason
+        assert not loose._forward_hooks and not loose[0]._forward_hooks
+
+    def test_names_and_functions_too(self, tmp_path: Path) -> None:
+        for index, layers in enumerate([["second"], iter(["second"]), [re.compile("^second$")],
+                                        lambda name, _: name == "second"]):  # fmt: skip
+            with trace_any(tmp_path / f"{index}.jsonl", layers=layers) as traced:
+                Block()(nn.Sequential(nn.Linear(8, 8))(X))
+            assert {r.module for r in read(traced.paths[0]).records} == {"second"}
+            assert [one.model for one in traced.left_out] == ["Sequential"]
+
+    def test_no_model_matches(self, tmp_path: Path) -> None:
+        ran = []
+        path = tmp_path / "run.jsonl"
+        with pytest.raises(TraceError) as caught, trace_any(path, layers="seconds"):
+            ran.append(Block()(nn.Sequential(nn.Linear(8, 8))(X)))
+            ran.append(Block()(X))
+        assert len(ran) == 2
+        said = str(caught.value)
+        assert said == (
+            "got layers='seconds', which fits no module of the 3 models that were called "
+            "(Sequential, 2 of Block). Did you mean 'second'? A Sequential has '0'. A Block has "
+            "'first', 'second'."
+        )
+        assert not list(tmp_path.iterdir())
+        alone = r"none of the 3 modules of this Block\. Did you"
+        with pytest.raises(TraceError, match=alone), trace_any(path, layers="seconds"):
+            Block()(X)
+        with trace_any(path, layers="seconds"):
+            pass  # no model, and no complaint of it
+
+    def test_the_programs_own_error_is_the_one_to_see(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError), trace_any(tmp_path / "r.jsonl", layers="none"):
+            Block()(X)
+            raise ZeroDivisionError
+
+    def test_tensors_may_be_of_some_models(self, tmp_path: Path) -> None:
+        pytest.importorskip("safetensors")
+        with trace_any(tmp_path / "run.jsonl", tensors="^second$") as traced:
+            Block()(nn.Sequential(nn.Linear(8, 8))(X))
+        first, second = map(read, traced.paths)
+        assert not any(r.file for r in first.records) and len(first.records) == 4
+        assert {r.module for r in second.records if r.file} == {"second"}
+        path, said = tmp_path / "other.jsonl", "got tensors='third', which matches none of the 3"
+        with pytest.raises(TraceError, match=said), trace_any(path, tensors="third"):
+            Block()(X)
+        assert len(read(path).records) == 6  # what was right is there
+
+    def test_whole_tensors_of_a_model_without_the_layers(self, tmp_path: Path) -> None:
+        pytest.importorskip("safetensors")
+        with trace_any(tmp_path / "run.jsonl", layers="^second$", tensors="^0$") as traced:
+            Block()(nn.Sequential(nn.Linear(8, 8))(X))
+        first, second = map(read, traced.paths)
+        assert {r.module for r in first.records if r.file} == {"0"} and len(first.records) == 2
+        assert {r.module for r in second.records} == {"second"}
+
+    def test_a_file_in_the_way_is_said_at_once(self, tmp_path: Path) -> None:
+        (tmp_path / "run.jsonl").write_text("precious")
+        with trace_any(tmp_path / "run.jsonl", layers="second"):
+            nn.Sequential(nn.Linear(8, 8))(X)
+            with pytest.raises(TraceError, match="holds 8 bytes"):
+                Block()(X)
+
+
+def test_patterns_any_of_which_fits(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(3)))
+    either = [re.compile("^0$"), re.compile("(?i)^2$")]
+    with trace(model, tmp_path / "run.jsonl", layers=either):
+        model(X)
+    found = read(tmp_path / "run.jsonl")
+    assert {r.module for r in found.records} == {"0", "2"}
+    assert found.header.selection["layers"] == ["^0$", "(?i)^2$"]
+    with pytest.raises(TraceError, match="got layers='3' or '4', which matches none of the 4"):
+        trace(model, tmp_path / "x.jsonl", layers=[re.compile("3"), re.compile("4")])
+
+
+def test_an_iterator_of_names(tmp_path: Path) -> None:
+    with trace(Block(), tmp_path / "run.jsonl", layers=iter(["first"])) as run:
+        run.model(X)
+    assert read(run.path).header.selection["layers"] == ["first"]

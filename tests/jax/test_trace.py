@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jax import lax  # noqa: E402
 
 from polyattn.errors import TraceError  # noqa: E402
 from polyattn.jax.trace import tap, trace  # noqa: E402
+from polyattn.jax.trace.host_statistics import ready  # noqa: E402
 from polyattn.jax.trace.words import sign_words  # noqa: E402
 from polyattn.trace import read  # noqa: E402
 from polyattn.trace.sketch import decode, splitmix64  # noqa: E402
@@ -43,6 +45,18 @@ def records(path: Path, run: Callable[[], Any], **options: Any) -> Any:
     return read(path).records
 
 
+@pytest.fixture(params=["native", "xla"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By the native kernel, as on CPUs, and by XLA, as on other devices."""
+    if request.param == "xla":
+        monkeypatch.setattr(sys.modules[tap.__module__], "ready", lambda dtype: False)
+    else:
+        pytest.importorskip("polyattn._native")
+        assert ready(np.float32) and ready(ml_dtypes.bfloat16)
+        assert not ready(np.uint32) and not ready(np.complex64)
+    return str(request.param)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -55,7 +69,7 @@ def records(path: Path, run: Callable[[], Any], **options: Any) -> Any:
     ],
     ids=lambda value: f"{value.dtype.name}{value.shape}",
 )  # fmt: skip
-def test_the_numbers_under_jit_are_those_of_numpy(tmp_path: Path, value: Any) -> None:
+def test_the_numbers_under_jit_are_those_of_numpy(tmp_path: Path, value: Any, way: str) -> None:
     (found,) = records(tmp_path / "a", lambda: jax.jit(lambda x: tap(x, "m"))(value))
     expected = statistics(value)
     for name in ("n", "nan", "pinf", "ninf", "zero"):
@@ -79,7 +93,7 @@ def test_sign_words_are_splitmix64() -> None:
     assert np.array_equal(words, splitmix64(np.arange(5000, dtype=np.uint64)))
 
 
-def test_float64_and_int64_with_x64(tmp_path: Path) -> None:
+def test_float64_and_int64_with_x64(tmp_path: Path, way: str) -> None:
     with jax.enable_x64(True):
         for name, value in (("f", NORMAL * 1e300), ("i", RNG.integers(-(2**62), 2**62, 999))):
             (found,) = records(tmp_path / name, lambda x=value: jax.jit(lambda x: tap(x, "m"))(x))
@@ -96,12 +110,17 @@ def test_float64_and_int64_with_x64(tmp_path: Path) -> None:
         (jax.jit(jax.grad(loss)), 1), (jax.jit(scan), 3), (jax.jit(jax.grad(scan)), 3),
         (jax.vmap(loss), 1), (jax.jit(jax.vmap(scan)), 3), (jax.jit(jax.vmap(jax.grad(loss))), 1),
         (jax.jit(jax.vmap(jax.vmap(loss))), 1), (lambda x: jax.jvp(loss, (x,), (x,)), 1),
+        (jax.checkpoint(loss), 1), (jax.jit(jax.checkpoint(scan)), 3),
+        (lambda x: jax.linearize(loss, x)[0], 1), (jax.jit(jax.jacfwd(loss)), 1),
+        (jax.vmap(lambda x: tap(x - lax.pmean(x, "b"), "c"), axis_name="b"), 1),
+        (jax.jit(lambda x: lax.switch(1, [jnp.sin, lambda y: tap(y, "w")], x)), 1),
+        (jax.jit(lambda x: lax.fori_loop(0, 3, lambda i, c: tap(c + i, "f"), x)), 3),
         (jax.jit(lambda x: lax.cond(x.sum() > 0, lambda y: tap(y, "t"), lambda y: y, x)), 1),
         (jax.jit(lambda x: lax.while_loop(lambda c: c.sum() < 100,
                                           lambda c: tap(2 * c, "w"), x)), 4),
     ],
 )  # fmt: skip
-def test_transformations(tmp_path: Path, run: Callable[[Any], Any], calls: int) -> None:
+def test_transformations(tmp_path: Path, run: Callable[[Any], Any], calls: int, way: str) -> None:
     x = jnp.ones((3, 4))
     without = jax.tree.map(np.asarray, run(x))
     with trace(tmp_path / "a"):
@@ -110,6 +129,23 @@ def test_transformations(tmp_path: Path, run: Callable[[Any], Any], calls: int) 
     assert [r.call for r in found] == list(range(calls))
     assert all(r.shape == (3, 4) for r in found)
     jax.tree.map(np.testing.assert_array_equal, without, within)
+
+
+def test_statistics_of_xla_under_transformations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[tap.__module__], "ready", lambda dtype: False)
+
+    def once(x: Any) -> Any:
+        return lax.scan(lambda c, _: (tap(2 * c, "s"), None), x, None, length=2)[0].sum()
+
+    with trace(tmp_path / "a"):
+        jax.jit(jax.vmap(jax.grad(once)))(jnp.ones((3, 4)))
+        jax.jvp(once, (jnp.ones(2),), (jnp.ones(2),))
+    found = read(tmp_path / "a").records
+    assert [(r.shape, r.mean) for r in found] == [
+        ((3, 4), 2.0), ((3, 4), 4.0), ((2,), 2.0), ((2,), 4.0),
+    ]  # fmt: skip
 
 
 def test_a_compiled_function_is_never_run_without_its_taps_nor_with_them_later(
@@ -199,3 +235,43 @@ def test_nested_traces_have_their_own_records(tmp_path: Path) -> None:
         run(jnp.full(1, 2.0))
     assert [r.mean for r in read(tmp_path / "a").records] == [1.0, 2.0]
     assert [r.mean for r in read(tmp_path / "b").records] == [0.0]
+
+
+def test_rematerialised_taps_record_what_is_run_again(tmp_path: Path) -> None:
+    x = jnp.arange(4.0)
+    for number, run in enumerate((jax.checkpoint(loss), jax.jit(jax.checkpoint(loss)))):
+        with trace(tmp_path / str(number)):
+            gradient = jax.grad(run)(x)
+        found = read(tmp_path / str(number)).records
+        assert {r.module for r in found} == {"a"} and 1 <= len(found) <= 2
+        assert len({r.l2 for r in found}) == 1
+        np.testing.assert_allclose(gradient, jax.grad(loss)(x), rtol=1e-6)
+
+
+def test_what_the_kernel_cannot_read_ends_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polyattn.jax.trace import host_statistics
+
+    if not ready(np.float32):
+        pytest.skip("the native kernel does not read JAX's arrays here")
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    run = jax.jit(lambda x: tap(x, "m") + 1)
+    with pytest.raises(TraceError, match=r"a record .* was lost"), trace(tmp_path / "a"):
+        monkeypatch.setattr(host_statistics, "_measure", fails)
+        assert run(jnp.ones(3)).tolist() == [2.0] * 3
+        monkeypatch.undo()
+        run(jnp.ones(3))
+
+
+def test_a_trace_from_many_threads_callbacks_loses_nothing(tmp_path: Path) -> None:
+    @jax.jit
+    def run(x: Any) -> Any:
+        return lax.scan(lambda c, _: (tap(c + 1, "s"), None), x, None, length=500)[0]
+
+    with trace(tmp_path / "a"):
+        run(jnp.zeros(2))
+    assert [r.max for r in read(tmp_path / "a").records] == [float(n) for n in range(1, 501)]

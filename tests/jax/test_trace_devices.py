@@ -34,14 +34,42 @@ assert [(r.module, r.call) for r in found] == [("a", 0), ("b", 0), ("a", 1), ("b
 expected = statistics(value)
 assert abs(found[0].l2 - expected["l2"]) < 1e-6 * expected["l2"]
 assert np.allclose(found[0].buckets(), decode(expected["sketch"]), atol=1e-5)
-part = jax.jit(jax.shard_map(lambda x: tap(x, "m"), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
-try:
-    with trace(sys.argv[1] + "2", ordered=False):
-        part(x)
-except TraceError as error:
-    assert "one device's part" in str(error), error
-else:
-    raise AssertionError("no refusal")
+
+
+def refused(run, said, **options):
+    try:
+        with trace(sys.argv[1] + "2", overwrite=True, **options):
+            run()
+    except TraceError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError("no refusal")
+
+
+def add(x):
+    return tap(x + 1, "m")
+
+
+for options in ({}, {"ordered": False}):
+    for part in (add, jax.jit(add), jax.vmap(add), lambda x: jax.lax.map(add, x),
+                 jax.checkpoint(add)):
+        mapped = jax.shard_map(part, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        parts = value.reshape(4, 2, 100)
+        for inside in (lambda: mapped(x), lambda: jax.jit(mapped)(x)):
+            refused(inside, "inside shard_map or pmap over the axes ('i',), where", **options)
+        refused(lambda: jax.pmap(part)(parts), "inside shard_map or pmap, where", **options)
+    refused(lambda: jax.pmap(lambda x: tap(jax.lax.psum(x, "j"), "m"), axis_name="j")(value[:4]),
+            "over the axes ('j',)", **options)
+    with trace(sys.argv[1] + "3", overwrite=True, **options):  # what goes in and comes out
+        tap(jax.pmap(lambda x: x + 1)(tap(value[:4], "in")), "out")
+    found = read(sys.argv[1] + "3").records
+    assert [r.module for r in found] == ["in", "out"], found
+    assert abs(found[1].mean - found[0].mean - 1) < 1e-6
+before = jax.pmap(add)
+before(value[:4])
+refused(lambda: before(value[:4]), "one device's part")  # compiled, and not run without its tap
+before(value[:4])
+refused(lambda: model(x), "trace(..., ordered=False)")
 """
 
 

@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 
 from polyattn.hooks import trace as torch_trace  # noqa: E402
 from polyattn.jax.trace import tap, trace  # noqa: E402
+from polyattn.trace import read  # noqa: E402
 from polyattn.trace.compare import compare  # noqa: E402
 
 HEADS, WIDTH, EPS = 4, 16, 1e-6
@@ -119,3 +120,22 @@ def test_the_culprit_is_named(reference: Any, tmp_path: Path, bug: str, rules: A
     expected = "blocks.1.mlp" if bug == "activation" else "blocks.1.attn"
     assert found.equal is False and found.culprit is not None, str(found)
     assert found.culprit.module.startswith(expected), str(found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+def test_the_numbers_are_those_of_a_torch_trace_to_the_last_bit(tmp_path: Path, dtype: str) -> None:
+    from polyattn.jax.trace.host_statistics import ready
+
+    if not ready(np.float32):
+        pytest.skip("the native kernel does not read JAX's arrays here")
+    values = np.random.default_rng(0).standard_normal((3, 700, 33)).astype(np.float32) * 9
+    given = torch.from_numpy(values).to(getattr(torch, dtype))
+    with torch_trace(torch.nn.Identity(), tmp_path / "torch") as run:
+        run.model(given)
+    with trace(tmp_path / "jax"):
+        jax.jit(lambda x: tap(x, "", "in"))(jnp.asarray(values).astype(dtype))
+    one, other = (read(tmp_path / name).records[0] for name in ("torch", "jax"))
+    names = ("n", "zero", "min", "max", "mean", "std", "abs_mean", "l1", "l2", "samples", "sketch")
+    assert {name: getattr(one, name) for name in names} == {
+        name: getattr(other, name) for name in names
+    }

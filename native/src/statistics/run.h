@@ -16,6 +16,7 @@ namespace polyattn::POLYATTN_NAMESPACE {
 
 constexpr int kChunkRows = 128;  // of 64 elements
 constexpr int kFlush = 16;       // rows; it divides kChunkRows
+constexpr int kAhead = 32;       // rows fetched ahead: what another core wrote is not in this one's caches
 constexpr double kSmallSquare = 1e-30;
 constexpr double kNear = 0.25;   // mean^2 / variance up to which the mean is near 0
 
@@ -207,7 +208,9 @@ struct Fast {
           const uint64_t word = words[r] >> c;
 #pragma GCC unroll 4
           for (int g = 0; g < G; ++g) {
-            const Vec x = S::load(p + r * 64 + c + g * L);
+            const T* const at = p + r * 64 + c + g * L;
+            if (g * L * sizeof(T) % 64 == 0) __builtin_prefetch(at + kAhead * 64);
+            const Vec x = S::load(at);
             low = S::min(x, low);
             high = S::max(x, high);
             zeros = S::tally_zeros(zeros, x);

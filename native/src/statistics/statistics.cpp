@@ -18,10 +18,12 @@ namespace polyattn {
 namespace {
 
 constexpr int64_t kChunk = 8192;  // the kernels'
-constexpr int64_t kLeastPart = 8 * kChunk;
+constexpr int64_t kLeastPart = 2 * kChunk;
 // Elements brought together at a time: enough that a transposed tensor's cache lines are used up.
-constexpr int64_t kGathered = kLeastPart;
+constexpr int64_t kGathered = 8 * kChunk;
 constexpr int64_t kMostParts = 256;
+// Parts below which one thread reads them all: bringing others in costs what they would save.
+constexpr int64_t kWorthThreads = 3;
 
 int64_t bytes_of(Element element) {
   switch (element) {
@@ -196,11 +198,14 @@ struct Work {
   Summary* summaries;  // in the scratch memory of `caller`, before its room
   std::byte* room;
   std::thread::id caller;
-  std::atomic<int64_t> next{0};
+  int threads;
+  std::atomic<bool> taken[kMostParts + 1] = {};
   std::atomic<bool> failed{false};
 };
 
-void take_parts(void* context, int) {
+// First the thread's own share, which is the one it wrote where the program divides its work alike
+// and which its caches then hold; after that whatever others have not begun.
+void take_parts(void* context, int thread) {
   Work& work = *static_cast<Work*>(context);
   const size_t bytes = room_for(*work.tensor, work.part);
   std::byte* room = work.room;
@@ -208,9 +213,10 @@ void take_parts(void* context, int) {
     room = scratch(bytes);
     if (room == nullptr) return work.failed.store(true, std::memory_order_relaxed);
   }
-  for (;;) {
-    const int64_t i = work.next.fetch_add(1, std::memory_order_relaxed);
-    if (i >= work.parts) return;
+  const int64_t begin = thread * work.parts / work.threads;
+  for (int64_t k = 0; k < work.parts; ++k) {
+    const int64_t i = begin + k < work.parts ? begin + k : begin + k - work.parts;
+    if (work.taken[i].exchange(true, std::memory_order_relaxed)) continue;
     const int64_t first = i * work.part, left = work.count - first;
     work.summaries[i] = empty_summary();
     summarize(*work.kernels, *work.tensor, first, left < work.part ? left : work.part, room,
@@ -225,8 +231,10 @@ bool summarize_parts(const Kernels& kernels, int threads, const Tensor& t, int64
   std::byte* const memory = scratch(bytes + room_for(t, part));
   if (memory == nullptr) return false;
   Work work{&kernels, &t, count, part, parts, reinterpret_cast<Summary*>(memory), memory + bytes,
-            std::this_thread::get_id()};
-  parallel(threads < parts ? threads : static_cast<int>(parts), take_parts, &work);
+            std::this_thread::get_id(), parts < kWorthThreads ? 1 : threads};
+  // All threads or none: libgomp ends the workers that a smaller region does not need, and makes them
+  // anew for the program's next one.
+  parallel(work.threads, take_parts, &work);
   if (work.failed.load(std::memory_order_relaxed)) return false;
   for (int64_t i = 0; i < parts; ++i) join(s, work.summaries[i]);
   return true;

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from polyattn.bench.trace import command as trace
 from polyattn.errors import MissingDependency, PolyattnError
 
 __all__ = ["main"]
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from polyattn.bench.report import say
 
     try:
-        return {"compare": _compare, "cpu": _cpu, "overhead": _overhead}[options.what](options)
+        commands = {"compare": _compare, "cpu": _cpu, "overhead": _overhead, "trace": trace.run}
+        return commands[options.what](options)
     except (PolyattnError, OSError) as error:
         say(f"polyattn bench: {error}", error=True)
         return CANNOT_SAY
@@ -45,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     overhead.add_argument("--plot", metavar="FILE.png", help="draw the table (needs matplotlib)")
     _add_cpu(kinds)
+    trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")
     compare.add_argument("b", metavar="B.json")

@@ -1,4 +1,4 @@
-"""Records as pictures: the overhead table, and the ratios of the CPU kernel."""
+"""Records as pictures: the overhead table, the CPU kernel's ratios, and the bugs that are named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from polyattn.errors import MissingDependency
 
-__all__ = ["draw", "draw_ratios"]
+__all__ = ["draw", "draw_named", "draw_ratios"]
 
 LARGEST_US = 100.0
 
@@ -72,6 +72,31 @@ def draw_ratios(record: Mapping[str, Any], path: Path) -> Path:
         f"{record['backend']}, {record['threads']} threads, {record['machine']['cpu']}, "
         f"{record['date'][:10]}"
     )
+    return _saved(figure, axes, path)
+
+
+def draw_named(record: Mapping[str, Any], path: Path) -> Path:
+    """Draw the share of each kind of bug whose culprit is named exactly, by dtype."""
+    pyplot = _pyplot()
+    rows = [row for row in record["rows"] if row.get("counted")]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    shares: dict[str, list[float]] = {}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        of = [[r["outcome"] == "exact" for r in rows if (r["kind"], r["dtype"]) == (kind, dtype)]
+              for dtype in dtypes]  # fmt: skip
+        shares[kind] = [sum(one) / len(one) if one else 0.0 for one in of]
+    kinds = sorted(shares, key=lambda kind: shares[kind], reverse=True)
+    figure, axes = pyplot.subplots(figsize=(9, 0.32 * len(kinds) + 1.6))
+    height = 0.8 / len(dtypes)
+    for at, dtype in enumerate(dtypes):
+        places = [place + (at - (len(dtypes) - 1) / 2) * height for place in range(len(kinds))]
+        axes.barh(places, [shares[kind][at] for kind in kinds], height, label=dtype,
+                  color=("#2a6f97", "#adb5bd")[at % 2])  # fmt: skip
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the seeded bugs whose culprit is named exactly")
+    axes.legend(loc="lower left")
+    axes.set_title(f"{len(rows)} bugs, {record['date'][:10]}")
     return _saved(figure, axes, path)
 
 

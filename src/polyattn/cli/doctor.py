@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from polyattn.cli.arguments import parser
 from polyattn.cli.doctor_native import native_report, native_rows
 from polyattn.cli.flags_table import FRAMEWORKS, flags_of, installed, knob_table
 from polyattn.cli.printing import console, emit_json, table
-from polyattn.errors import PolyattnError, SettingsError
+from polyattn.errors import PolyattnError, SettingsError, near_matches
 from polyattn.knobs import Row
 from polyattn.processor import processor
 from polyattn.registry import Available, registry
@@ -92,6 +93,8 @@ def _guarded(examine: Callable[[], Any], amiss: list[str]) -> Any:
     """A part that cannot be examined is a finding, never the end of the examination."""
     try:
         return examine()
+    except SettingsError as error:  # which the table of settings reports
+        return {"error": str(error)}
     except Exception as error:
         amiss.append(f"{type(error).__name__}: {error}")
         return {"error": str(error)}
@@ -107,6 +110,33 @@ def _settings(amiss: list[str]) -> dict[str, Any]:
         "POLYATTN_BACKEND": now.backend, "POLYATTN_ON_UNSUPPORTED": now.on_unsupported,
         "POLYATTN_CACHE_DIR": str(now.cache_dir), "POLYATTN_TUNING": "on" if now.tuning else "off",
         "POLYATTN_PLUGINS": "on" if now.plugins else "off", "POLYATTN_NATIVE_ISA": now.native_isa,
+        **_tracing(now, amiss),
+    }  # fmt: skip
+
+
+def _tracing(now: settings.Settings, amiss: list[str]) -> dict[str, str | None]:
+    """The settings of the activation trace; what no trace would take is amiss."""
+    from polyattn.trace.record import STATISTICS
+
+    try:
+        re.compile(now.trace_layers or "")
+    except re.error as error:
+        amiss.append(
+            f"got POLYATTN_TRACE_LAYERS={now.trace_layers!r}, expected a regular expression "
+            f"({error})."
+        )
+    amiss += [
+        f"got POLYATTN_TRACE_STATS with {one!r}, expected some of {', '.join(STATISTICS)}."
+        f"{near_matches(one, STATISTICS)}"
+        for one in now.trace_stats or ()
+        if one not in STATISTICS
+    ]
+    steps = None if now.trace_steps is None else ",".join(map(str, sorted(now.trace_steps)))
+    return {
+        "POLYATTN_TRACE_ACTIVATIONS": "on" if now.trace_activations else "off",
+        "POLYATTN_TRACE_LAYERS": now.trace_layers,
+        "POLYATTN_TRACE_STATS": None if now.trace_stats is None else ",".join(now.trace_stats),
+        "POLYATTN_TRACE_STEPS": steps, "POLYATTN_TRACE_OUTPUT": str(now.trace_output),
     }  # fmt: skip
 
 

@@ -13,6 +13,10 @@ ACTIONS: dict[str, tuple[str, str, str]] = {
     "record": ("trace_record", "SCRIPT [ARGS]", "run a program, and write what its models compute"),
     "show": ("trace_show", "FILE", "what is in a trace"),
     "diff": ("trace_diff", "A B", "which module of B is the first that is wrong, A being right"),
+    "isolate": (
+        "trace_isolate", "--reference A SCRIPT [ARGS]",
+        "which modules of a port differ by themselves, each fed what the original's was",
+    ),
     "calibrate": (
         "trace_calibrate", "REFERENCE RERUN ...", "how large differences are that mean nothing",
     ),
@@ -42,6 +46,7 @@ def _help() -> str:
             "",
             *(f"  {usages[name]:<{width}}  {line}" for name, (_, _, line) in ACTIONS.items()),
             "",
-            "Only `record` needs torch. `diff` exits with 0: same, 1: different, 2: cannot say.",
+            "Only `record` and `isolate` need torch.",
+            "`diff` and `isolate` exit with 0: same, 1: different, 2: cannot say.",
         ]
     )

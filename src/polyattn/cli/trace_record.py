@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from polyattn.cli.arguments import parser, split_program
 from polyattn.cli.printing import emit_json, note
 from polyattn.cli.program import check_program, run_program
+from polyattn.cli.trace_kept import kept
 from polyattn.cli.trace_summary import Summary, summary_of
 from polyattn.errors import TraceError
 
 if TYPE_CHECKING:
-    from polyattn.hooks.activation_trace.any_program import ProgramTrace
+    from polyattn.hooks.activation_trace.any_program import LeftOut, ProgramTrace
+    from polyattn.hooks.activation_trace.perturbation import Perturbation
 
 __all__ = ["main"]
 
@@ -38,13 +41,22 @@ def main(argv: Sequence[str]) -> int:
     ours, program = split_program(made, argv)
     options = made.parse_args(ours)
     check_program(program)
-    code, found, problems = _record(program, Path(options.out), _chosen(options))
+    chosen = _chosen(options)
+    code, found, problems = _record(program, Path(options.out), chosen)
     summaries = [(type(run.model).__name__, summary_of(run.path)) for run in found.runs]
+    whole = kept([one.path for _, one in summaries]) if options.tensors else None
+    perturbation = chosen["perturb"]
     if options.json:
-        traces = [{"model": model, **one.to_dict()} for model, one in summaries]
-        plain = {"exit_code": code, "traces": traces, "left_out": found.left_out}
-        emit_json(plain | {"problems": problems}, options.json)
-    for line in [*problems, *_said(summaries, found.left_out, Path(options.out), not problems)]:
+        emit_json({
+            "exit_code": code, "traces": [{"model": m, **one.to_dict()} for m, one in summaries],
+            "left_out": [one._asdict() for one in found.left_out],
+            "tensors": None if whole is None else whole.to_dict(),
+            "perturbed": None if perturbation is None else perturbation.to_dict(),
+            "problems": problems,
+        }, options.json)  # fmt: skip
+    said = [*_said(summaries, found.left_out, Path(options.out), not problems)]
+    said += [str(one) for one in (whole, perturbation) if one is not None and summaries]
+    for line in [*problems, *said]:
         note(f"polyattn trace record: {line}")
     return code
 
@@ -64,10 +76,14 @@ def _parser() -> argparse.ArgumentParser:
                            "sketch and l2")  # fmt: skip
     made.add_argument("--steps", metavar="0,5|0-3",
                       help="steps to record, of programs that use trace_step")  # fmt: skip
-    made.add_argument("--tensors", action="append", default=[], metavar="NAME",
-                      help="a module whose tensors are kept whole; may be repeated")  # fmt: skip
+    made.add_argument("--tensors", action="append", default=[], metavar="REGEX",
+                      help="modules whose tensors are kept whole, beside FILE: all whose name has "
+                           "this in it, '' is every one; may be repeated")  # fmt: skip
     made.add_argument("--gradients", action="store_true", help="record gradients too")
     made.add_argument("--parameters", action="store_true", help="record each module's weights too")
+    made.add_argument("--perturb", metavar="SEED",
+                      help="multiply every weight by 1 + eps * u, u random in -1..1 and eps the "
+                           "spacing of its dtype: a rerun for `calibrate`")  # fmt: skip
     return made
 
 
@@ -79,12 +95,9 @@ def _chosen(options: argparse.Namespace) -> dict[str, Any]:
 
     choose_statistics(options.stats)
     choose_steps(options.steps)
-    try:
-        re.compile(options.layers or "")
-    except re.error as error:
-        raise TraceError(
-            f"got --layers {options.layers!r}, expected a regular expression ({error})."
-        ) from error
+    layers = None if options.layers is None else _pattern("--layers", options.layers)
+    tensors = [_pattern("--tensors", one) for one in options.tensors]
+    perturbation = None if options.perturb is None else _perturbation(options.perturb)
     path = rank_path(options.out, *rank_and_world())
     if path.is_dir():
         raise TraceError(f"got --out {path}, which is a folder, expected a file to write.")
@@ -94,10 +107,28 @@ def _chosen(options: argparse.Namespace) -> dict[str, Any]:
             "empty file; name another one, or give --overwrite."
         )
     return {
-        "layers": options.layers, "stats": options.stats, "steps": options.steps,
-        "tensors": options.tensors or None, "gradients": options.gradients,
-        "parameters": options.parameters, "overwrite": options.overwrite,
+        "layers": layers, "stats": options.stats, "steps": options.steps,
+        "tensors": tensors or None, "gradients": options.gradients,
+        "parameters": options.parameters, "overwrite": options.overwrite, "perturb": perturbation,
     }  # fmt: skip
+
+
+def _pattern(option: str, given: str) -> re.Pattern[str]:
+    try:
+        return re.compile(given)
+    except re.error as error:
+        raise TraceError(
+            f"got {option} {given!r}, expected a regular expression ({error})."
+        ) from error
+
+
+def _perturbation(given: str) -> Perturbation:
+    """The process ends after the program, so no weights are kept to be put back."""
+    from polyattn.hooks.activation_trace.perturbation import Perturbation
+
+    if not given.isascii() or not given.isdecimal():
+        raise TraceError(f"got --perturb {given!r}, expected a seed: an integer, 0 or more.")
+    return Perturbation(int(given), keep=False)
 
 
 def _record(
@@ -160,13 +191,14 @@ def _closing(problems: list[str]) -> Iterator[None]:
 
 
 def _said(
-    summaries: Sequence[tuple[str, Summary]], left_out: Sequence[str], path: Path, why: bool
+    summaries: Sequence[tuple[str, Summary]], left_out: Sequence[LeftOut], path: Path, why: bool
 ) -> Iterator[str]:
     for model, one in summaries:
         yield f"{model}: {one}"
-    if left_out:
-        names = ", ".join(sorted(set(left_out)))
-        yield f"{len(left_out)} of the program's models are not traced: {names}"
+    if summaries:  # or else the error says it of all
+        for (model, reason), count in Counter(left_out).items():
+            several = f"{count} of them" if count > 1 else "it"
+            yield f"{model}: not traced ({several}): {reason}"
     if not summaries:
         reason = ": the program called no torch model in this process" if why else ""
         old = f"{path} is of an earlier run" if path.exists() else "there is no file"

@@ -19,6 +19,7 @@ out (2, 8)
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import typing
 
@@ -31,7 +32,6 @@ if importlib.util.find_spec("torch") is None:
     )
 
 from polyattn.errors import HookError
-from polyattn.hooks import activation_trace
 from polyattn.hooks.activation_trace import (
     attach_activation_trace,
     detach_activation_trace,
@@ -42,20 +42,32 @@ from polyattn.hooks.manager import HookHandle, ModuleHookManager
 
 if typing.TYPE_CHECKING:
     from polyattn.hooks.activation_trace import ActivationStatHook, JsonlSink, trace, trace_any
+    from polyattn.hooks.assertion import assert_same_activations
+    from polyattn.hooks.isolation import isolate
+    from polyattn.trace.compare import compare
 
 __all__ = [
     "ActivationStatHook", "ForwardHook", "HookError", "HookHandle", "JsonlSink",
-    "ModuleHookManager", "attach_activation_trace", "detach_activation_trace", "recomputing",
-    "trace", "trace_any", "trace_step",
+    "ModuleHookManager", "assert_same_activations", "attach_activation_trace",
+    "compare", "detach_activation_trace", "isolate", "recomputing", "trace", "trace_any",
+    "trace_step",
 ]  # fmt: skip
 
-_LAZY = frozenset({"ActivationStatHook", "JsonlSink", "trace", "trace_any"})
+_LAZY = {
+    "ActivationStatHook": "polyattn.hooks.activation_trace",
+    "JsonlSink": "polyattn.hooks.activation_trace",
+    "assert_same_activations": "polyattn.hooks.assertion",
+    "compare": "polyattn.trace.compare",
+    "isolate": "polyattn.hooks.isolation",
+    "trace": "polyattn.hooks.activation_trace",
+    "trace_any": "polyattn.hooks.activation_trace",
+}
 
 
 def __getattr__(name: str) -> typing.Any:
     if name not in _LAZY:  # a trace that is off loads nothing
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(activation_trace, name)
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

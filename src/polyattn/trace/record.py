@@ -70,6 +70,8 @@ class Record:
     start: tuple[int, ...] | None = None
     partial: bool = False
     file: str | None = None
+    forced: bool = False
+    form: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,6 +85,11 @@ class Record:
         if self.nan is None or self.pinf is None or self.ninf is None:
             return None
         return self.nan + self.pinf + self.ninf
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What two records of one tensor have in common, and hardly those of two."""
+        return self.n, self.sketch, self.min, self.max, self.l2
 
     def buckets(self) -> NDArray[np.float64] | None:
         """Return the sketch as 64 float64, or None if there is none."""
@@ -103,7 +110,7 @@ class Record:
 
 
 _NAMES = tuple(one.name for one in fields(Record) if one.name != "extra")
-_DEFAULTS = frozenset({"cls", "rank", "partial"})
+_DEFAULTS = frozenset({"cls", "rank", "partial", "forced", "form"})
 _KNOWN = frozenset(_NAMES)
 
 
@@ -191,6 +198,9 @@ def _take_place(raw: Mapping[str, Any], values: dict[str, Any]) -> None:
         raise Malformed("a start without global_shape")
     if "partial" in raw:
         values["partial"] = checks.boolean(raw["partial"], "partial")
+    for name in ("forced", "form"):
+        if name in raw:
+            values[name] = checks.boolean(raw[name], name)
     if raw.get("file") is not None:
         values["file"] = _file(checks.text(raw["file"], "file", 512))
 

@@ -32,11 +32,18 @@ __all__ = ["JsonlSink"]
 
 logger = logging.getLogger("polyattn.trace")
 
-Line = Mapping[str, Any] | str
+Line = Mapping[str, Any] | str | bytes
 _BATCH = 1 << 16
 """Bytes of lines that are handed over at once."""
 
 _open: set[JsonlSink] = set()
+
+
+def _encoded(record: Line) -> bytes:
+    if isinstance(record, bytes):
+        return record
+    text = record if isinstance(record, str) else line_of(record)
+    return text.encode("utf-8") + b"\n"
 
 
 class JsonlSink:
@@ -91,7 +98,7 @@ class JsonlSink:
         return self._closed
 
     def write(self, record: Line) -> None:
-        """Take one record, or a line of JSON as text without its newline."""
+        """Take one record, a line of JSON as text without its newline, or bytes of whole lines."""
         self.extend((record,), 1)
 
     def extend(self, records: Iterable[Line], count: int | None = None) -> None:
@@ -127,12 +134,12 @@ class JsonlSink:
         try:
             try:
                 for record in records:
-                    text = record if isinstance(record, str) else line_of(record)
-                    lines += text.encode("utf-8") + b"\n"
-                    done += 1
+                    data = _encoded(record)
+                    lines += data
+                    done += data.count(b"\n")
                     if len(lines) >= _BATCH:
-                        data, lines = bytes(lines), bytearray()
-                        self._output.append(data)
+                        whole, lines = bytes(lines), bytearray()
+                        self._output.append(whole)
             finally:  # a record that is none takes no earlier one with it
                 self._output.append(bytes(lines))
         except Exception as error:  # the model goes on, whatever is wrong with its trace

@@ -375,3 +375,20 @@ def test_a_long_run_is_compared_in_seconds(tmp_path: Path, monkeypatch) -> None:
     a = trace(Transformer(layers=2), tmp_path / "a.jsonl", ids() * 10)
     verdict = compare(a, trace(Transformer(layers=2), tmp_path / "b.jsonl", ids() * 10))
     assert verdict.equal is True and len(str(verdict).splitlines()) < 80
+
+
+def test_modules_around_the_culprit_differ_in_later_calls_because_of_it(tmp_path: Path) -> None:
+    def model(factor: float) -> Write:
+        def write(writer: TraceWriter) -> None:
+            for step in range(3):
+                given, made = X + step, (Y + step) * (factor if step else 1)
+                writer.add("block", "in", "args[0]", given, cls="B", step=step)
+                writer.add("block.mlp", "in", "args[0]", given, cls="M", step=step)
+                writer.add("block.mlp", "out", "out", made, cls="M", step=step)
+                writer.add("block", "out", "out", made + Z, cls="B", step=step)
+
+        return write
+
+    verdict = two(tmp_path, model(1.0), model(1.5))
+    assert verdict.culprit is not None and verdict.culprit.module == "block.mlp"
+    assert verdict.culprit.others == ()

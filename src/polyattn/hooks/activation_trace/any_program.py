@@ -9,19 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from polyattn.errors import TraceError
+from polyattn.errors import TraceError, near_matches
+from polyattn.hooks.activation_trace.perturbation import Perturbation, perturbation_of
 from polyattn.hooks.activation_trace.run import HOOK, ActivationTrace
+from polyattn.hooks.activation_trace.selection import Nothing, fitting, settled
 from polyattn.hooks.manager import ModuleHookManager
 
-__all__ = ["ProgramTrace", "trace_any"]
+__all__ = ["After", "Before", "LeftOut", "ProgramTrace", "trace_any"]
+
+Before = Callable[[nn.Module], object]
+After = Callable[[ActivationTrace], object]
 
 logger = logging.getLogger("polyattn.trace")
 
@@ -31,16 +37,35 @@ _MOST = 64
 _one = threading.Lock()
 
 
-class ProgramTrace:
-    """The traces of one program's models, in the order in which these were first called."""
+class LeftOut(NamedTuple):
+    """A model of the program that is not traced: its class, and why not."""
 
-    def __init__(self, path: str | Path, options: dict[str, Any]) -> None:
+    model: str
+    reason: str
+
+
+class ProgramTrace:
+    """The traces of one program's models, in the order in which these were first called.
+
+    `left_out`: the models that were called and are not traced.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        options: dict[str, Any],
+        before: Before | None = None,
+        after: After | None = None,
+    ) -> None:
         self.runs: list[ActivationTrace] = []
-        self.left_out: list[str] = []
+        self.left_out: list[LeftOut] = []
         self._path = Path(path)
         self._options = options
+        self._before, self._after = before, after
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changing = threading.RLock()
+        self._lacking: dict[str, list[Nothing]] = {"layers": [], "tensors": []}
+        self._met: set[str] = set()
 
     @property
     def paths(self) -> list[Path]:
@@ -64,22 +89,54 @@ class ProgramTrace:
             self._trace(model)
 
     def _trace(self, model: nn.Module) -> None:
-        if len(self.runs) == _MOST:
-            if not self.left_out:
-                logger.warning(
-                    "%d models are traced, and the next, a %s, is not, nor any after it: the "
-                    "program seems to call layers one by one",
-                    _MOST, type(model).__name__,
-                )  # fmt: skip
-            self.left_out.append(type(model).__name__)
+        options = self._fitting(model)
+        if options is None:
             return
+        if len(self.runs) == _MOST:
+            reason = f"{_MOST} models are traced, and the program seems to call layers one by one"
+            if all(one.reason != reason for one in self.left_out):
+                logger.warning(
+                    "a %s is not traced, nor any model after it: %s", type(model).__name__, reason
+                )
+            self.left_out.append(LeftOut(type(model).__name__, reason))
+            return
+        if self._before is not None:
+            self._before(model)
         try:
-            self.runs.append(ActivationTrace(model, self._file(model), **self._options))
+            self.runs.append(ActivationTrace(model, self._file(model), **options))
+            if self._after is not None:
+                self._after(self.runs[-1])
         except TraceError as error:
-            if not self.runs and not self.left_out:
+            if not self.runs:
                 raise  # nothing can be recorded, as the file or the options are wrong
             logger.warning("a %s is not traced: %s", type(model).__name__, error)
-            self.left_out.append(type(model).__name__)
+            self.left_out.append(LeftOut(type(model).__name__, str(error)))
+
+    def _fitting(self, model: nn.Module) -> dict[str, Any] | None:
+        """The options for a model; None for one that has none of the layers, which is left out."""
+        options = dict(self._options)
+        whole = self._lacks(model, "tensors")
+        if whole is not None:
+            options["tensors"] = None
+        layers = self._lacks(model, "layers")
+        if layers is None:
+            return options
+        if whole is None and options.get("tensors") is not None:
+            return options | {"layers": options["tensors"]}
+        self.left_out.append(LeftOut(type(model).__name__, str(layers.error())))
+        return None
+
+    def _lacks(self, model: nn.Module, argument: str) -> Nothing | None:
+        """What is wrong with an option that chooses modules, where it fits nothing of a model."""
+        if self._options.get(argument) is None:
+            return None
+        found = fitting(model, self._options[argument], argument)
+        if not isinstance(found, Nothing):
+            self._met.add(argument)
+            return None
+        if len(self._lacking[argument]) < _MOST:
+            self._lacking[argument].append(found)
+        return found
 
     def _file(self, model: nn.Module) -> Path:
         if not self.runs:
@@ -90,36 +147,82 @@ class ProgramTrace:
         return self._path.with_name(f"{self._path.stem}.{name}{more}{self._path.suffix}")
 
     def close(self) -> None:
-        """End all the traces; raises the first of their complaints."""
+        """End all the traces; raises the first of their complaints.
+
+        Raises TraceError too if `layers`, or `tensors`, chose nothing in any model.
+        """
         errors = []
         for run in self.runs:
             try:
                 run.close()
             except TraceError as error:
                 errors.append(error)
+        for argument, nothing in self._lacking.items():
+            if nothing and argument not in self._met:
+                errors.append(_chose_nothing(argument, nothing))
         if errors:
             raise errors[0]
 
 
+def _chose_nothing(argument: str, nothing: list[Nothing]) -> TraceError:
+    """What to say where an option fits none of the program's models."""
+    if len(nothing) == 1:
+        return nothing[0].error()
+    first, names = nothing[0], [name for one in nothing for name in one.modules if name]
+    models = Counter(one.model for one in nothing)
+    called = ", ".join(f"{n} of {one}" if n > 1 else one for one, n in models.items())
+    have = dict.fromkeys(f"A {one.model} has {one.some}." for one in nothing)
+    return TraceError(
+        f"got {argument}={first.said}, which fits no module of the {len(nothing)} models that were "
+        f"called ({called}).{near_matches(first.sought, dict.fromkeys(names))} "
+        f"{' '.join(list(have)[:3])}"
+    )
+
+
 @contextmanager
-def trace_any(path: str | Path, **options: Any) -> Iterator[ProgramTrace]:
+def trace_any(
+    path: str | Path, *, before: Before | None = None, after: After | None = None,
+    perturb: int | Perturbation | None = None, **options: Any,
+) -> Iterator[ProgramTrace]:  # fmt: skip
     """Trace every model that the program calls inside, without a change to it.
 
     The first goes to `path`; each further one has its class in the file's name, as
-    ``run.AutoencoderKL.jsonl``. `options` are those of :func:`polyattn.hooks.trace`; `layers` has
-    to match something in every model that is to be traced. Modules without parameters and children,
-    as losses, are not. Raises TraceError if another one is on.
+    ``run.AutoencoderKL.jsonl``. `options` are those of :func:`polyattn.hooks.trace`. A model that
+    has none of the `layers` is left out, as are modules without parameters and children, as losses;
+    `tensors` may be in some of the models only. `before` is called with each model that is to be
+    traced, before its first call, `after` with its trace, which is attached then. With `perturb`
+    the weights are those from before when the block ends. Raises TraceError if another one is on,
+    and at the end if `layers`, or `tensors`, fitted none of the models.
 
     >>> import tempfile, torch
     >>> model = nn.Linear(2, 2)
     >>> with trace_any(tempfile.mkdtemp() + "/run.jsonl") as traced:
     ...     _ = model(torch.ones(1, 2))
-    >>> [path.name for path in traced.paths]
-    ['run.jsonl']
+    >>> [path.name for path in traced.paths], traced.left_out
+    (['run.jsonl'], [])
     """
+    perturbation, own = perturbation_of(perturb)
+    for name in ("layers", "tensors"):
+        options[name] = settled(options.get(name))
     if not _one.acquire(blocking=False):
         raise TraceError("got a trace of the whole program inside another one, expected one.")
-    found = ProgramTrace(path, options)
+    found = ProgramTrace(path, options | {"perturb": perturbation}, before, after)
+    try:
+        with _calls_met(found):
+            yield found
+    except BaseException:
+        _close_quietly(found)
+        raise
+    else:
+        found.close()
+    finally:
+        if own is not None:
+            own.undo()
+
+
+@contextmanager
+def _calls_met(found: ProgramTrace) -> Iterator[None]:
+    """Look at each thread's outermost calls of modules."""
     original = nn.Module.__call__
     inside = threading.local()
 
@@ -135,15 +238,10 @@ def trace_any(path: str | Path, **options: Any) -> Iterator[ProgramTrace]:
 
     try:
         nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
-        try:
-            yield found
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-            _one.release()
-    except BaseException:
-        _close_quietly(found)
-        raise
-    found.close()
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+        _one.release()
 
 
 def _close_quietly(found: ProgramTrace) -> None:

@@ -8,11 +8,11 @@ modules that change their arguments in place or return views work.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.recorder import Call, Recorder
@@ -25,7 +25,7 @@ class Gradients:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._of_leaves: dict[tuple[int, int, str], Any] = {}
+        self._awaited = WeakIdKeyDictionary()
 
     def follow(self, call: Call, phase: str, found: list[tuple[str, Tensor]]) -> None:
         """Record the gradients of these tensors when they come."""
@@ -35,29 +35,35 @@ class Gradients:
         if not torch.is_grad_enabled():
             return
         for path, t in found:
-            if not t.requires_grad:
-                continue
-            # A leaf outlives the forward, and the backward of an earlier one may never have come.
-            key = (id(t), id(call.hook), path) if t.is_leaf else None
-            if key is not None and (earlier := self._of_leaves.pop(key, None)) is not None:
-                earlier.remove()
-            handles: list[Any] = []
-            handles.append(t.register_hook(partial(self._came, handles, key, call, phase, path)))
-            if key is not None:
-                self._of_leaves[key] = handles[0]
+            if t.requires_grad:
+                self._await(t).places.append((call, phase, path))
 
-    def _came(
-        self,
-        handles: list[Any],
-        key: tuple[int, int, str] | None,
-        call: Call,
-        phase: str,
-        path: str,
-        gradient: Tensor,
-    ) -> None:
-        handles.pop().remove()
-        if key is not None:
-            self._of_leaves.pop(key, None)
+    def _await(self, t: Tensor) -> _Awaited:
+        """What waits for the gradient of a tensor as it is now: one hook, however many places.
+
+        What changes it in place makes another tensor of it for autograd.
+        """
+        found = self._awaited.get(t)
+        if found is None or found.came or found.version != t._version:
+            found = self._awaited[t] = _Awaited(self._recorder, t._version, t.is_leaf)
+            found.handle = t.register_hook(found)
+        return found
+
+
+class _Awaited:
+    """The places of one tensor whose gradient is awaited."""
+
+    def __init__(self, recorder: Recorder, version: int, leaf: bool) -> None:
+        self.version, self.came, self._leaf = version, False, leaf
+        self.places: list[tuple[Call, str, str]] = []
+        self.handle: Any = None
+        self._recorder = recorder
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.came = True
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
         recorder = self._recorder
         if recorder.sink.closed:
             return
@@ -65,6 +71,21 @@ class Gradients:
         if not lane.events and not lane.stack:
             # At the end of this backward; the lane is that of the device's thread.
             torch.autograd.Variable._execution_engine.queue_callback(
-                partial(recorder.end_of_forward, lane)
+                lambda: recorder.end_of_forward(lane)
             )
-        recorder.record(lane, call, phase, [(path, gradient)])
+        # The backward pass comes through the places in the reverse of the forward's order: out of
+        # a module that the tensor went into, then into the one that made it.
+        for call, phase, path in self._latest():
+            recorder.record(lane, call, phase, [(path, gradient)])
+
+    def _latest(self) -> list[tuple[Call, str, str]]:
+        """The places, last first; of a leaf that several forwards used those of the last one, as
+        the gradients of the others never came.
+        """
+        if not self._leaf:
+            return self.places[::-1]
+        found: dict[tuple[int, str, str], tuple[Call, str, str]] = {}
+        for place in reversed(self.places):
+            call, phase, path = place
+            found.setdefault((id(call.hook), phase, path), place)
+        return list(found.values())

@@ -18,7 +18,13 @@ import torch
 
 from polyattn.hooks.activation_trace.full_tensors import Saving
 from polyattn.hooks.activation_trace.rows import RowPool, Rows
-from polyattn.hooks.activation_trace.statistics import FIELDS, SAMPLES, SKETCH, record_fields
+from polyattn.hooks.activation_trace.statistics import (
+    FIELDS,
+    SAMPLES,
+    SKETCH,
+    native_module,
+    record_fields,
+)
 from polyattn.trace.record import line_of
 
 __all__ = ["Event", "Lines", "head_of"]
@@ -51,32 +57,60 @@ def head_of(module: str, cls: str) -> str:
 class Lines:
     """Makes lines of events; one thread at a time.
 
-    `names`: the statistics to write. `rank`: this process's, left out where it is 0.
+    `names`: the statistics to write. `rank`: this process's, left out where it is 0. `native`:
+    whether the extension makes them, which holds the interpreter's lock for a tenth of the time;
+    None is where it is built. The lines are the same.
     """
 
-    def __init__(self, names: tuple[str, ...], rank: int, pool: RowPool) -> None:
+    def __init__(
+        self, names: tuple[str, ...], rank: int, pool: RowPool, native: bool | None = None
+    ) -> None:
         self._names = names
         self._rank = f'"rank":{rank},' if rank else ""
         self._pool = pool
         self._places: dict[tuple[str, str], str] = {}
         self._seen: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._first: OrderedDict[int, int] = OrderedDict()
-        self._of_narrow, self._of_wide = _template(names, "%.9g"), _template(names, "%r")
-        picked = [FIELDS.index(name) for name in names if name in FIELDS]
-        if "samples" in names:
-            picked += range(SAMPLES.start, SAMPLES.stop)
-        self._pick = itemgetter(*picked, 0, 0)  # two more, so that it always gives a tuple
+        self._numbers = _Numbers(names)
+        built = None if native is False else native_module()
+        fields = [(name, FIELDS.index(name)) for name in names if name in FIELDS]
+        self._native: Any = built and built.TraceLines(
+            fields,
+            "samples" in names,
+            "sketch" in names,
+            self._rank,
+            _WIDE,
+            quoted,
+            self._numbers.of_bytes,
+        )
 
-    def of(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str]:
-        """Yield the events' lines; then the rows are free again."""
+    def of(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str | bytes]:
+        """Yield the events' lines, or bytes of several; then the rows are free again."""
+        lines = self._in_python if self._native is None else self._in_native_code
+        yield from lines(events, rows)
+        for one in rows:
+            self._pool.give(one)
+
+    def _in_native_code(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[bytes]:
+        blocks = []
+        for one in rows:
+            numbers = np.ascontiguousarray(one.numbers())
+            blocks.append((one, numbers.ctypes.data, len(numbers), numbers))
+        batch: list[Any] = []
+        try:
+            for event in events:
+                batch.append(event if event[11] is None and event[12] is None else _written(event))
+        finally:  # an event that has no line takes no earlier one with it
+            if batch:
+                yield self._native.of(batch, blocks)
+
+    def _in_python(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str]:
         blocks = {id(one): _Block(one.numbers()) for one in rows}
         for event in events:
             saving, of = event[12], event[8]
             if saving is not None:
                 saving.write()
             yield self._line(event, None if of is None else blocks[id(of)])
-        for one in rows:
-            self._pool.give(one)
 
     def _line(self, event: Event, block: _Block | None) -> str:
         seq, head, call, step, phase, path, shape, dtype, _, slot, same, extra, _ = event
@@ -94,8 +128,7 @@ class Lines:
             same = self._earlier(seq, (shape, dtype, block.rows[slot].tobytes()))
         found = self._statistics(shape, dtype, block, slot) if same is None else f'"same":{same}'
         if extra:
-            more = {name: _plain(value) for name, value in extra.items()}
-            return f"{begin}{found},{line_of(more)[1:]}"
+            return f"{begin}{found},{_fields_of(extra)}}}"
         return f"{begin}{found}}}"
 
     def _earlier(self, seq: int, key: tuple[Any, ...]) -> int | None:
@@ -113,18 +146,39 @@ class Lines:
         return earlier
 
     def _statistics(self, size: Any, dtype: Any, block: _Block | None, slot: int) -> str:
-        shape, name = ",".join(map(str, size)), str(dtype).removeprefix("torch.")
+        shape = ",".join(map(str, size))
         if block is None or not self._names:
-            return f'"shape":[{shape}],"dtype":"{name}"'
+            return f'"shape":[{shape}],"dtype":"{_name(dtype)}"'
+        return f'"shape":[{shape}],{self._numbers.of(dtype, block, slot)}'
+
+
+class _Numbers:
+    """Writes the statistics of a row, from the dtype on."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._of_narrow, self._of_wide = _template(names, "%.9g"), _template(names, "%r")
+        picked = [FIELDS.index(name) for name in names if name in FIELDS]
+        if "samples" in names:
+            picked += range(SAMPLES.start, SAMPLES.stop)
+        self._pick = itemgetter(*picked, 0, 0)  # two more, so that it always gives a tuple
+
+    def of_bytes(self, dtype: torch.dtype, row: bytes) -> str:
+        """The text of one row that native code leaves to Python."""
+        return self.of(dtype, _Block(np.frombuffer(row, np.float64)[None]), 0)
+
+    def of(self, dtype: Any, block: _Block, slot: int) -> str:
+        """The text of a block's row."""
+        name = _name(dtype)
         if not block.fine[slot]:
             fields = record_fields(block.rows[slot].tolist())
             kept = {"dtype": name} | {name: fields[name] for name in self._names}
-            return f'"shape":[{shape}],{line_of(kept)[1:-1]}'
+            return line_of(kept)[1:-1]
         picked = self._pick(block.values[slot])[:-2]
         if "sketch" in self._names:
             picked = (*picked, block.sketch(slot))
         template = self._of_wide if dtype in _WIDE else self._of_narrow
-        return f'"shape":[{shape}],"dtype":"{name}",{template % picked}'
+        return f'"dtype":"{name}",{template % picked}'
 
 
 class _Block:
@@ -153,6 +207,22 @@ def _template(names: tuple[str, ...], number: str) -> str:
     if "sketch" in names:
         parts.append('"sketch":"%s"')
     return ",".join(parts)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _written(event: Event) -> tuple[Any, ...]:
+    """The event with its file written and its further fields as text, for native code."""
+    extra, saving = event[11:]
+    if saving is not None:
+        saving.write()
+    return (*event[:11], _fields_of(extra) if extra else None, None)
+
+
+def _fields_of(extra: dict[str, Any]) -> str:
+    return line_of({name: _plain(value) for name, value in extra.items()})[1:-1]
 
 
 def _plain(value: Any) -> Any:

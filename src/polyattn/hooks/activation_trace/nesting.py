@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["arguments", "leaves"]
+__all__ = ["DEPTH", "SCALARS", "arguments", "leaves", "step_of"]
 
 Leaves = list[tuple[str, Tensor]]
 
-_DEPTH = 8
+DEPTH = 8
+"""How many containers inside each other are looked into."""
 _LONGEST = 200
 
 
@@ -34,13 +35,13 @@ def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leaves:
     for index, value in enumerate(args):
         if isinstance(value, Tensor):
             found.append((f"args[{index}]", value))
-        elif not isinstance(value, _SCALARS):
-            _walk(value, f"args[{index}]", found, _DEPTH)
+        elif not isinstance(value, SCALARS):
+            _walk(value, f"args[{index}]", found, DEPTH)
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             found.append((f"kwargs.{name}", value))
-        elif not isinstance(value, _SCALARS):
-            _walk(value, f"kwargs.{name}", found, _DEPTH)
+        elif not isinstance(value, SCALARS):
+            _walk(value, f"kwargs.{name}", found, DEPTH)
     return found
 
 
@@ -54,22 +55,22 @@ def leaves(value: Any, path: str) -> Leaves:
     if isinstance(value, Tensor):
         return [(path, value)]
     found: Leaves = []
-    _walk(value, path, found, _DEPTH)
+    _walk(value, path, found, DEPTH)
     return found
 
 
-_SCALARS = (str, int, float, bool, bytes, type(None))
+SCALARS = (str, int, float, bool, bytes, type(None))
 
 
 def _walk(value: Any, path: str, found: Leaves, depth: int) -> None:
     if isinstance(value, Tensor):
         found.append((path, value))
         return
-    if depth == 0 or isinstance(value, _SCALARS):
+    if depth == 0 or isinstance(value, SCALARS):
         return
     if isinstance(value, dict | Mapping):
         for key, one in value.items():
-            _walk(one, path + _step(key), found, depth - 1)
+            _walk(one, path + step_of(key), found, depth - 1)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         for name, one in zip(value._fields, value, strict=False):
             _walk(one, f"{path}.{name}", found, depth - 1)
@@ -81,7 +82,8 @@ def _walk(value: Any, path: str, found: Leaves, depth: int) -> None:
             _walk(getattr(value, field.name, None), f"{path}.{field.name}", found, depth - 1)
 
 
-def _step(key: Any) -> str:
+def step_of(key: Any) -> str:
+    """Return what a key of a mapping adds to the path."""
     if isinstance(key, str) and key.isidentifier():
         return f".{key}"
     return f"[{key!r}]"[:_LONGEST]

@@ -1,8 +1,8 @@
 """The recorder of one trace: what calls tell it becomes rows on the device and events for lines.
 
-Each thread has a lane of its own, so nothing is locked while a model runs. A lane's events are
-handed to the writing thread when the outermost call of that thread ends, and on the CPU also every
-`_INTERVAL` seconds, for a process that is killed in a long forward.
+Each thread has a lane of its own, locked only against one that flushes or closes. A lane's events
+are handed to the writing thread when the outermost call of that thread ends, and on the CPU also
+every `_INTERVAL` seconds, for a process that is killed in a long forward.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from polyattn.hooks.activation_trace.gradients import Gradients
 from polyattn.hooks.activation_trace.lines import Event, Lines
 from polyattn.hooks.activation_trace.rows import RowPool, Rows
 from polyattn.hooks.activation_trace.selection import Chosen
+from polyattn.hooks.activation_trace.statistics import recording
 from polyattn.hooks.activation_trace.step import current_step
 from polyattn.hooks.activation_trace.tensors import plain, transforms
 from polyattn.trace import JsonlSink
@@ -36,6 +37,9 @@ __all__ = ["Lane", "Recorder"]
 logger = logging.getLogger("polyattn.trace")
 
 _INTERVAL = 0.05
+_PATIENCE = 5.0
+"""Seconds to wait for another thread's record: a statistic of the user's may wait for us."""
+
 task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 Found = list[tuple[str, Tensor]]
 Place = tuple[int, str, int, int | None, str, str]
@@ -43,23 +47,28 @@ Seen = tuple[Any, int, int, str | None]
 
 
 class Call:
-    """A call that runs: its number and step, and whether the step is recorded."""
+    """A call that runs: its number and step, and whether the step is recorded.
 
-    __slots__ = ("compiled", "hook", "number", "step", "wanted")
+    `given`: its tensors with their versions, to see which it changes.
+    """
+
+    __slots__ = ("compiled", "given", "hook", "number", "step", "wanted")
 
     def __init__(
         self, hook: TraceHook, number: int, step: int | None, wanted: bool, compiled: bool
     ) -> None:
         self.hook, self.number, self.step = hook, number, step
         self.wanted, self.compiled = wanted, compiled
+        self.given: list[tuple[str, Tensor, int]] = []
 
 
 class Lane:
     """What one thread has recorded and not yet handed over."""
 
-    __slots__ = ("calls", "events", "rows", "seen", "since", "stack")
+    __slots__ = ("calls", "events", "lock", "rows", "seen", "since", "stack")
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()  # for the thread that flushes or closes: rows and events
         self.stack: list[Call] = []
         self.events: list[Event] = []
         self.rows: dict[torch.device, Rows] = {}
@@ -99,6 +108,7 @@ class Recorder:
         self._pool = RowPool()
         self._lines = Lines(chosen.names, rank, self._pool)
         self._next_seq = itertools.count().__next__
+        self._quickly = recording(self._next_seq)
         self._lanes: dict[int, Lane] = {}
         self._counting = threading.Lock()
         self._said: set[str] = set()
@@ -130,6 +140,8 @@ class Recorder:
             self._weights(lane, call)
         if self.inputs:
             self.record(lane, call, "in", found)
+            if not compiled:
+                call.given = [(at, t, t._version) for at, t in found if not t.is_inference()]
             if self._gradients is not None:
                 self._gradients.follow(call, "grad_in", found)
 
@@ -142,7 +154,9 @@ class Recorder:
         if call is None:
             return
         if call.wanted:
-            self.record(lane, call, "out", found)
+            changed = [(at, t) for at, t, version in call.given if t._version != version]
+            # an argument changed in place comes out as well, though the module may not return it
+            self.record(lane, call, "out", [*found, *changed] if changed else found)
             if self._gradients is not None:
                 self._gradients.follow(call, "grad_out", found)
         if not lane.stack:
@@ -181,30 +195,40 @@ class Recorder:
 
     def record(self, lane: Lane, call: Call, phase: str, found: Found) -> None:
         """Record tensors of a call. It runs for every tensor, so it calls little."""
-        hook = call.hook
-        head, number, step, compiled = hook.head, call.number, call.step, call.compiled
+        with lane.lock:
+            self._record(lane, call, phase, found)
+
+    def _record(self, lane: Lane, call: Call, phase: str, found: Found) -> None:
+        hook, level, done = call.hook, transforms(), 0
         special = bool(self.custom) or hook.whole
-        seen, next_seq, level = lane.seen, self._next_seq, transforms()
-        for path, t in found:
+        if self._quickly is not None and not special and level is None:
+            # in native code, up to the first that is no plain tensor on the CPU
+            done = self._quickly(
+                lane, found, hook.head, call.number, call.step, phase, call.compiled
+            )
+        for path, t in found[done:] if done else found:
             if (type(t) is not Tensor or level is not None) and (t := plain(t)) is None:
                 continue
-            seq = next_seq()
-            # Compiled code changes tensors behind their version, and inference tensors have none:
-            # there the numbers tell whether a tensor came before.
-            version = -1 if compiled or t.is_inference() else t._version
-            hit = None if version < 0 else seen.get(id(t))
-            place = (seq, head, number, step, phase, path)
-            if hit is not None and hit[1] == version and hit[0]() is t:
-                if not special:
-                    lane.events.append((*place, None, None, None, 0, hit[2], None, None))
-                    continue
-            else:
-                hit = None
-            file = self._new(lane, place, t, hook.whole, hit)
-            if version >= 0 and hit is None:
-                seen[id(t)] = weakref.ref(t), version, seq, file
+            self._one(lane, call, phase, path, t, special)
         if self.immediate:
             self.hand_over(lane)
+
+    def _one(self, lane: Lane, call: Call, phase: str, path: str, t: Tensor, special: bool) -> None:
+        hook, seq = call.hook, self._next_seq()
+        # Compiled code changes tensors behind their version, and inference tensors have none:
+        # there the numbers tell whether a tensor came before.
+        version = -1 if call.compiled or t.is_inference() else t._version
+        hit = None if version < 0 else lane.seen.get(id(t))
+        place = (seq, hook.head, call.number, call.step, phase, path)
+        if hit is not None and hit[1] == version and hit[0]() is t:
+            if not special:
+                lane.events.append((*place, None, None, None, 0, hit[2], None, None))
+                return
+        else:
+            hit = None
+        file = self._new(lane, place, t, hook.whole, hit)
+        if version >= 0 and hit is None:
+            lane.seen[id(t)] = weakref.ref(t), version, seq, file
 
     def _new(
         self, lane: Lane, place: Place, t: Tensor, whole: bool, hit: Seen | None
@@ -224,7 +248,7 @@ class Recorder:
         rows, slot, why = self._statistics(lane, t)
         if rows is None:
             extra["note"] = why
-        lane.events.append((*place, t.shape, t.dtype, rows, slot, None, extra, saving))
+        lane.events.append((*place, t.shape, t.dtype, rows, slot, None, extra or None, saving))
         return file
 
     def _statistics(self, lane: Lane, t: Tensor) -> tuple[Rows | None, int, str]:
@@ -273,6 +297,10 @@ class Recorder:
 
     def hand_over(self, lane: Lane) -> None:
         """Give what the lane has to the writing thread."""
+        with lane.lock:
+            self._hand_over(lane)
+
+    def _hand_over(self, lane: Lane) -> None:
         events, rows = lane.events, lane.rows
         lane.since = monotonic()
         if lane.calls:
@@ -289,9 +317,13 @@ class Recorder:
         self.sink.extend(self._lines.of(events, list(rows.values())), len(events))
 
     def finish(self) -> None:
-        """Hand over what every thread has."""
+        """Hand over what every thread has; what one is recording just now it hands over itself."""
         for lane in list(self._lanes.values()):
-            self.hand_over(lane)
+            if lane.lock.acquire(timeout=_PATIENCE):
+                try:
+                    self._hand_over(lane)
+                finally:
+                    lane.lock.release()
 
 
 def _called(of: Any, t: Tensor) -> Any:

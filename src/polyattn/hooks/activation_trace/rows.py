@@ -15,7 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyattn.hooks.activation_trace.statistics import WIDTH, RowWriter, new_buffer
+from polyattn.hooks.activation_trace.statistics import (
+    WIDTH,
+    RowWriter,
+    instruction_set,
+    new_buffer,
+)
 
 __all__ = ["RowPool", "Rows"]
 
@@ -24,9 +29,12 @@ _ON_CPU, _ON_DEVICE = 256, 1024
 
 
 class Rows:
-    """One buffer that is being filled; `used` rows of it are."""
+    """One buffer that is being filled; `used` rows of it are.
 
-    __slots__ = ("_host", "_ready", "buffer", "device", "size", "used", "write")
+    `first`: the address of its first row. `isa`: the instruction set of the kernel that fills it.
+    """
+
+    __slots__ = ("_host", "_ready", "buffer", "device", "first", "isa", "size", "used", "write")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,6 +42,7 @@ class Rows:
         with torch.inference_mode(False):
             self.buffer = new_buffer(self.size, device)
         self.write = RowWriter(self.buffer).write
+        self.first, self.isa = self.buffer.data_ptr(), -1
         self.used = 0
         self._host: Tensor | None = None
         self._ready: Any = None
@@ -67,9 +76,11 @@ class RowPool:
     def take(self, device: torch.device) -> Rows:
         """Return an empty buffer on the device."""
         try:
-            return self._free[device].popleft()
+            rows = self._free[device].popleft()
         except (KeyError, IndexError):
-            return Rows(device)
+            rows = Rows(device)
+        rows.isa = instruction_set()
+        return rows
 
     def give(self, rows: Rows) -> None:
         """Take a buffer back whose numbers were read."""

@@ -16,6 +16,7 @@ from polyattn.errors import TraceError
 from polyattn.hooks.activation_trace.full_tensors import TensorFolder
 from polyattn.hooks.activation_trace.heading import header_of, rank_and_world
 from polyattn.hooks.activation_trace.hook import TraceHook
+from polyattn.hooks.activation_trace.perturbation import Perturbation, perturbation_of
 from polyattn.hooks.activation_trace.recorder import Recorder
 from polyattn.hooks.activation_trace.selection import (
     Layers,
@@ -23,6 +24,7 @@ from polyattn.hooks.activation_trace.selection import (
     choose_statistics,
     choose_steps,
     described,
+    settled,
 )
 from polyattn.hooks.manager import HookHandle, ModuleHookManager
 from polyattn.trace import JsonlSink, rank_path
@@ -63,7 +65,9 @@ class ActivationTrace:
     in `layers` (recorded even if not among those). `gradients`, `parameters`: record these too.
     `inputs`: record what goes in. `overwrite`: replace a file. `weights`: put fingerprints of all
     weights into the header, one pass over the model. `immediate`: have each record written before
-    the model goes on; slow, and for finding what kills a process.
+    the model goes on; slow, and for finding what kills a process. `perturb`: a seed; until the
+    trace is closed every weight is multiplied by ``1 + eps * u``, u random in -1..1 and eps the
+    spacing of its dtype, as ``polyattn trace calibrate`` needs it.
 
     `path` is where the trace is, with the rank in its name if there are several. Raises TraceError
     for options that mean nothing, a file that cannot be written, and a model that is traced
@@ -85,10 +89,12 @@ class ActivationTrace:
         overwrite: bool = False,
         weights: bool = True,
         immediate: bool = False,
+        perturb: int | Perturbation | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TraceError(f"got a {type(model).__name__} to trace, expected a torch.nn.Module.")
         self.model = model = getattr(model, "_orig_mod", model)  # of torch.compile
+        layers, tensors = settled(layers), settled(tensors)
         whole = {} if tensors is None else choose_modules(model, tensors, "tensors")
         chosen = choose_statistics(stats)
         self.steps = choose_steps(steps)
@@ -101,6 +107,7 @@ class ActivationTrace:
             "tensors": list(whole), "inputs": inputs, "gradients": gradients,
             "parameters": parameters, "modules": len(found),
         }  # fmt: skip
+        perturbation, self._own = perturbation_of(perturb)
         self._handles: list[HookHandle] = []
         self._warning: str | None = None
         self.sink = JsonlSink(
@@ -114,6 +121,9 @@ class ActivationTrace:
                 self.sink, chosen, rank=rank, steps=self.steps, inputs=inputs,
                 parameters=parameters, gradients=gradients, folder=folder, immediate=immediate,
             )  # fmt: skip
+            if perturbation is not None:
+                perturbation.apply(model)
+                selection["perturb"] = perturbation.seed
             self.sink.write(header_of(model, selection, rank, world, weights).line())
             for name, module in found.items():
                 hook = TraceHook(self.recorder, module, name, name in whole)
@@ -151,9 +161,16 @@ class ActivationTrace:
         try:
             self.sink.close()
         finally:
+            self._undo()
             warning, self._warning = self._warning, None
             if warning is not None:
                 warnings.warn(warning, stacklevel=stacklevel)
+
+    def _undo(self) -> None:
+        """Give the model its weights back, if it was this that perturbed them."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.undo()
 
     def _end(self) -> dict[str, Any] | None:
         """The last line."""
@@ -185,6 +202,7 @@ class ActivationTrace:
         self.detach()
         self.recorder = None  # type: ignore[assignment]
         self.sink.__exit__(BaseException, BaseException(), None)
+        self._undo()
         if self.path.is_file() and self.path.stat().st_size == 0:
             self.path.unlink()
 
@@ -202,6 +220,7 @@ class ActivationTrace:
             return
         self.detach()  # the error of the block is the one to see; the trace's own are logged
         self.sink.__exit__(kind, error, traceback)
+        self._undo()
 
 
 def _without_scripted(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:

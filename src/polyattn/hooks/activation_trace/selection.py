@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,9 +13,15 @@ from polyattn.errors import TraceError, near_matches
 from polyattn.settings import steps_of
 from polyattn.trace.record import STATISTICS
 
-__all__ = ["Chosen", "Layers", "choose_modules", "choose_statistics", "choose_steps", "described"]
+__all__ = [
+    "Chosen", "Layers", "Nothing", "choose_modules", "choose_statistics", "choose_steps",
+    "described", "fitting", "settled",
+]  # fmt: skip
 
-Layers = str | re.Pattern[str] | Iterable[str] | Callable[[str, nn.Module], bool] | None
+Layers = (
+    str | re.Pattern[str] | Iterable[str | re.Pattern[str]] | Callable[[str, nn.Module], bool]
+    | None
+)  # fmt: skip
 Custom = tuple[str, Callable[[Any], Any]]
 
 _ALWAYS = ("shape", "dtype")
@@ -32,44 +39,87 @@ class Chosen(NamedTuple):
     custom: tuple[Custom, ...] = ()
 
 
+@dataclass(frozen=True)
+class Nothing:
+    """What is said of an option that chooses none of a model's `modules`.
+
+    `said`: what was asked for, and `sought` the part of it to find similar names for.
+    """
+
+    argument: str
+    said: str
+    sought: str
+    model: str
+    modules: tuple[str, ...]
+
+    @property
+    def some(self) -> str:
+        """A few of the names that there are."""
+        return _some(self.modules)
+
+    def error(self) -> TraceError:
+        """Return it as the error of a model traced by itself."""
+        return TraceError(
+            f"got {self.argument}={self.said}, which matches none of the {len(self.modules)} "
+            f"modules of this {self.model}.{near_matches(self.sought, self.modules)} It has "
+            f"{self.some}."
+        )
+
+
 def choose_modules(model: nn.Module, layers: Layers, argument: str = "layers") -> dict[str, Any]:
     """Return the modules that `layers` names, by name in the model's order.
 
     `layers`: None for all, the root ``""`` too; a regular expression that is searched for in each
-    name; names; or a function of name and module. A module with several names has its first one.
-    Raises TraceError where nothing is meant, with near matches.
+    name; several compiled ones, any of which is; names; or a function of name and module. A module
+    with several names has its first one. Raises TraceError where nothing is meant, with near
+    matches.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> list(choose_modules(model, None)), list(choose_modules(model, r"^1$"))
     (['', '0', '1'], ['1'])
     """
-    modules = dict(model.named_modules())
-    if layers is None:
-        return modules
-    if callable(layers):
-        found = {name: one for name, one in modules.items() if layers(name, one)}
-        said = getattr(layers, "__name__", type(layers).__name__)
-    elif isinstance(layers, str | re.Pattern):
-        pattern = _compiled(layers, argument)
-        found = {name: one for name, one in modules.items() if pattern.search(name)}
-        said = pattern.pattern
-    else:
-        return _named(model, modules, list(layers), argument)
-    if not found:
-        raise TraceError(
-            f"got {argument}={said!r}, which matches none of the {len(modules)} modules of this "
-            f"{type(model).__name__}.{near_matches(said, modules)} It has {_some(modules)}."
-        )
+    found = fitting(model, layers, argument)
+    if isinstance(found, Nothing):
+        raise found.error()
     return found
 
 
-def _compiled(pattern: str | re.Pattern[str], argument: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise TraceError(
-            f"got {argument}={pattern!r}, expected a regular expression, and it is none: {error}."
-        ) from error
+def fitting(model: nn.Module, layers: Layers, argument: str) -> dict[str, nn.Module] | Nothing:
+    """Return what `choose_modules` does, or what is to be said where nothing fits.
+
+    >>> fitting(nn.Linear(2, 2), "up", "layers").said
+    "'up'"
+    """
+    modules = dict(model.named_modules())
+    if layers is None:
+        return modules
+    found: dict[str, nn.Module]
+    if callable(layers):
+        found = {name: one for name, one in modules.items() if layers(name, one)}
+        sought = getattr(layers, "__name__", type(layers).__name__)
+        said = repr(sought)
+    elif (patterns := _patterns(layers, argument)) is not None:
+        found = {name: m for name, m in modules.items() if any(p.search(name) for p in patterns)}
+        said, sought = " or ".join(repr(p.pattern) for p in patterns), patterns[0].pattern
+    else:
+        names = list(layers)  # type: ignore[arg-type]
+        found = _named(model, modules, names, argument)
+        said, sought = repr(names)[:200], str(names[0])
+    return found or Nothing(argument, said, sought, type(model).__name__, tuple(modules))
+
+
+def _patterns(layers: Any, argument: str) -> list[re.Pattern[str]] | None:
+    """The regular expressions that `layers` is; None if it is names."""
+    if isinstance(layers, str | re.Pattern):
+        try:
+            return [re.compile(layers)]
+        except re.error as error:
+            raise TraceError(
+                f"got {argument}={layers!r}, expected a regular expression, and it is none: "
+                f"{error}."
+            ) from error
+    several = list(layers)
+    return several if several and all(isinstance(p, re.Pattern) for p in several) else None
 
 
 def _named(
@@ -77,6 +127,8 @@ def _named(
 ) -> dict[str, nn.Module]:
     every = dict(model.named_modules(remove_duplicate=False))
     missing = [name for name in names if name not in every]
+    if names and len(missing) == len(names):
+        return {}
     if missing or not names:
         what = f"{missing[0]!r}, which is no module of" if missing else "no name of a module of"
         raise TraceError(
@@ -162,4 +214,14 @@ def described(layers: Layers) -> Any:
         return layers.pattern
     if callable(layers):
         return f"function {getattr(layers, '__qualname__', type(layers).__name__)}"
-    return list(layers)
+    return [one.pattern if isinstance(one, re.Pattern) else one for one in layers]
+
+
+def settled(layers: Layers) -> Layers:
+    """Return `layers` so that it can be used more than once: an iterator is read.
+
+    >>> settled(iter(["up", "down"]))
+    ['up', 'down']
+    """
+    once = not (layers is None or callable(layers) or isinstance(layers, str | re.Pattern))
+    return list(layers) if once else layers  # type: ignore[arg-type]

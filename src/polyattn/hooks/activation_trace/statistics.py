@@ -25,8 +25,9 @@ from polyattn.native import module
 from polyattn.trace.encoding import pack
 
 __all__ = [
-    "FIELDS", "SAMPLES", "SKETCH", "WIDTH", "RowWriter", "new_buffer", "record_fields",
-    "tensor_statistics", "trace_statistics", "write_statistics",
+    "FIELDS", "SAMPLES", "SKETCH", "WIDTH", "RowWriter", "instruction_set", "native_module",
+    "new_buffer", "record_fields", "recording", "tensor_statistics", "trace_statistics",
+    "write_statistics",
 ]  # fmt: skip
 
 FIELDS = (
@@ -112,7 +113,7 @@ class RowWriter:
             _refuse(buffer)
         self.buffer = buffer
         self._rows = buffer.shape[0]
-        self._native = _native() if buffer.is_cpu else None
+        self._native = native_module() if buffer.is_cpu else None
         if self._native is not None:
             if buffer.dtype is not torch.float64 or not buffer.is_contiguous():
                 _refuse(buffer)
@@ -139,7 +140,7 @@ class RowWriter:
 
     def _read(self, t: Tensor, element: int, slot: int) -> None:
         self._kernel(
-            _isa(settings.raw(settings.NATIVE_ISA)), torch.get_num_threads(), element,
+            instruction_set(), torch.get_num_threads(), element,
             t.data_ptr(), t.shape, t.stride(), self._first + self._step * slot,
         )  # fmt: skip
 
@@ -164,11 +165,31 @@ def record_fields(row: Sequence[float]) -> dict[str, Any]:
 
 
 @functools.cache
-def _native() -> ModuleType | None:
+def native_module() -> ModuleType | None:
+    """Return the extension, or None where it is not built."""
     try:
         return module.load()
     except MissingDependency:
         return None
+
+
+def instruction_set() -> int:
+    """Return the instruction set to use, of the extension's; -1 without it.
+
+    Raises SettingsError if ``POLYATTN_NATIVE_ISA`` names none of this machine.
+    """
+    return -1 if native_module() is None else _isa(settings.raw(settings.NATIVE_ISA))
+
+
+def recording(next_seq: Callable[[], int]) -> Callable[..., int] | None:
+    """Return what native code does for the tensors of a call; None where it is not built."""
+    built = native_module()
+    if built is None:
+        return None
+    cpu, threads = torch.device("cpu"), torch.get_num_threads
+    made = built.TraceRecord(Tensor, _ELEMENTS, torch.strided, cpu, threads, next_seq)
+    record: Callable[..., int] = made.record
+    return record
 
 
 @functools.cache

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from polyattn.errors import TraceError
 from polyattn.jax.trace.device_statistics import FLOATS, WORDS
+from polyattn.jax.trace.host_statistics import WORDS as HOST_WORDS
 from polyattn.trace import sketch as sketches
-from polyattn.trace.statistics import statistics
+from polyattn.trace.encoding import pack
+from polyattn.trace.statistics import SAMPLES, statistics
 from polyattn.trace.values import LARGEST
 
 __all__ = ["fields_of"]
@@ -22,6 +25,8 @@ def fields_of(shape: tuple[int, ...], dtype: Any, vector: np.ndarray) -> Mapping
     if not size:
         return statistics(np.zeros(shape, dtype))
     vector = np.asarray(vector, np.int32)
+    if vector.size == HOST_WORDS:
+        return _of_row(shape, dtype, vector.view(np.float64))
     nan, pinf, ninf, zero = vector[: WORDS - 1].view(np.uint32).tolist()
     n = size * (2 if np.dtype(dtype).kind == "c" else 1)
     wide = vector.size - WORDS > 2 * sum(count for _, count in FLOATS)
@@ -32,6 +37,27 @@ def fields_of(shape: tuple[int, ...], dtype: Any, vector: np.ndarray) -> Mapping
     found["samples"] = [float(v) if math.isfinite(v) else None for v in numbers["samples"]]
     buckets = _times_power(numbers["sketch"], int(vector[WORDS - 1]))
     return found | {"sketch": sketches.encode(buckets)}
+
+
+_COUNTS = ("n", "nan", "pinf", "ninf", "zero")
+_MOMENTS = ("min", "max", "sum", "mean", "std", "abs_mean", "l1", "l2")
+
+
+def _of_row(shape: tuple[int, ...], dtype: Any, row: np.ndarray) -> Mapping[str, Any]:
+    """The fields from the native kernel's numbers: counts, moments, samples, sketch."""
+    counts, rest = row[: len(_COUNTS)].tolist(), row[len(_COUNTS) :]
+    if counts[0] != counts[0]:
+        raise TraceError("the native kernel could not read a tensor; see the log.")
+    found: dict[str, Any] = {"shape": list(shape), "dtype": np.dtype(dtype).name}
+    found |= zip(_COUNTS, map(int, counts), strict=True)
+    moments = rest[: len(_MOMENTS)].tolist()
+    found |= {
+        name: value if value == value else None
+        for name, value in zip(_MOMENTS, moments, strict=True) if name != "sum"
+    }  # fmt: skip
+    rest = rest[len(_MOMENTS) :]
+    found["samples"] = [v if math.isfinite(v) else None for v in rest[:SAMPLES].tolist()]
+    return found | {"sketch": pack(rest[SAMPLES:].tolist())}
 
 
 def _numbers(floats: np.ndarray) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,13 +12,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from polyattn.errors import TraceError
 from polyattn.jax.trace.active import Active, Tapped, as_active, free, occupy
+from polyattn.jax.trace.desk import Desk
 from polyattn.jax.trace.receiving import fields_of
 from polyattn.trace import Header, TraceWriter
 
 __all__ = ["JaxTrace", "trace"]
+
+_NO_ORDER = "ordered effects are not supported for more than 1 device"
+"""What JAX says of a program on several devices."""
 
 
 def trace(path: str | Path, **options: Any) -> JaxTrace:
@@ -65,17 +69,17 @@ class JaxTrace:
         header = _header(weights, chosen | {"gradients": gradients}, fields)
         self.writer = TraceWriter(path, header, overwrite=overwrite, background=True)
         self.path = self.writer.path
-        self._lock = threading.Lock()
         self._late: list[tuple[int, int, Tapped, Mapping[str, Any]]] = []
         self._seen: Counter[tuple[int, tuple[str, str, str]]] = Counter()
-        self._error: BaseException | None = None
         self._records = 0
+        self._desk: Desk | None = None
         self._stack: ExitStack | None = None
         self._active: Active | None = None
 
     def __enter__(self) -> Self:
         if self._stack is not None or self.writer.sink.closed:
             raise TraceError(f"got the trace {self.path} a second time, expected a new one.")
+        self._desk = Desk(self._record)
         slot = occupy(self._receive)
         self._active = Active(slot, *self._options)
         self._stack = ExitStack()
@@ -100,25 +104,27 @@ class JaxTrace:
     def _wait(self) -> None:
         """Until every record of what was started has come, and those out of order are sorted."""
         jax.effects_barrier()
-        with self._lock:
-            late, self._late = sorted(self._late, key=lambda one: one[:2]), []
-            self._seen.clear()
+        assert self._desk is not None
+        self._desk.wait()
+        late, self._late = sorted(self._late, key=lambda one: one[:2]), []
+        self._seen.clear()
         for _, _, tapped, found in late:
             self._add(tapped, found)
 
     def _receive(self, tapped: Tapped, vector: Any) -> None:
         """Called by JAX while the program runs, from whichever thread; it must not fail there."""
-        try:
-            found = fields_of(tapped.shape, tapped.dtype, vector)
-            if self._options[2]:
-                self._add(tapped, found)
-                return
-            with self._lock:
-                key = (tapped.position, (tapped.module, tapped.phase, tapped.tensor))
-                self._late.append((self._seen[key], tapped.position, tapped, found))
-                self._seen[key] += 1
-        except Exception as error:  # said when the trace ends
-            self._error = self._error or error
+        if self._desk is not None:
+            self._desk.give(tapped, np.array(vector))
+
+    def _record(self, tapped: Tapped, vector: np.ndarray) -> None:
+        """Called for what was received, one after the other."""
+        found = fields_of(tapped.shape, tapped.dtype, vector)
+        if self._options[2]:
+            self._add(tapped, found)
+            return
+        key = (tapped.position, (tapped.module, tapped.phase, tapped.tensor))
+        self._late.append((self._seen[key], tapped.position, tapped, found))
+        self._seen[key] += 1
 
     def _add(self, tapped: Tapped, found: Mapping[str, Any]) -> None:
         self._records += 1
@@ -132,14 +138,22 @@ class JaxTrace:
     ) -> None:
         stack, self._stack = self._stack, None
         assert stack is not None
+        assert self._desk is not None
         with stack, suppress(Exception) if error is not None else ExitStack():
             self._wait()
+        self._desk.close()
         if error is not None:
             self.writer.__exit__(kind, error, traceback)
+            if isinstance(error, ValueError) and _NO_ORDER in str(error):
+                raise TraceError(
+                    "got a program on several devices, where JAX can run nothing in order, "
+                    "expected trace(..., ordered=False): it sorts the records of each step."
+                ) from error
             return
         self.writer.close()
-        if self._error is not None:
-            raise TraceError(f"a record of {self.path} was lost: {self._error}") from self._error
+        lost = self._desk.error
+        if lost is not None:
+            raise TraceError(f"a record of {self.path} was lost: {lost}") from lost
         if not self._records:
             warnings.warn(
                 f"the trace {self.path} has no record: no tap ran in this thread, or none that "

@@ -16,6 +16,7 @@ from jax.custom_batching import custom_vmap
 from polyattn.errors import TraceError
 from polyattn.jax.trace.active import Active, Tapped, active, deliver
 from polyattn.jax.trace.device_statistics import supported, vector
+from polyattn.jax.trace.host_statistics import host_vector, ready
 
 __all__ = ["tap"]
 
@@ -35,7 +36,7 @@ def tap(
     Anywhere in JAX: eager, under ``jit``, ``grad``, ``scan``, ``cond``, ``while_loop``,
     ``checkpoint``; under ``vmap`` the batch is recorded as the first dimension. Without a trace
     nothing of it is in the compiled program. Raises TraceError, under a trace, for what cannot be
-    recorded, as inside ``shard_map``.
+    recorded, as inside ``shard_map`` and ``pmap``.
     """
     run = active()
     if run is None:
@@ -68,9 +69,11 @@ def _step(key: Any) -> str:
 def _refuse_parts(module: str) -> None:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
+        named = tuple(axis for axis in axes if not str(axis).startswith("_"))  # pmap's, unnamed
+        over = f" over the axes {named}" if named else ""
         raise TraceError(
-            f"got the tap {module!r} inside shard_map or pmap over the axes {tuple(axes)}, where "
-            "it sees one device's part; tap the whole value outside of it."
+            f"got the tap {module!r} inside shard_map or pmap{over}, where it sees one device's "
+            "part; tap the whole value outside of it."
         )
 
 
@@ -112,7 +115,10 @@ def _send(run: Active, value: jax.Array, tapped: Tapped) -> None:
     if mesh.are_all_axes_explicit:  # where every reshape would have to say how it is sharded
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         value = jax.sharding.reshard(value, whole)
-    found = vector(value) if size else jnp.zeros(0, jnp.int32)
+    if not size:
+        found = jnp.zeros(0, jnp.int32)
+    else:
+        found = host_vector(value) if ready(value.dtype) else vector(value)
     jax.debug.callback(partial(deliver, run.slot, tapped), found, ordered=run.ordered)
 
 

@@ -4,6 +4,9 @@ An output that deviates while the inputs agree is its module's doing, and of mod
 other the innermost deviates first. An input that deviates while all before it agrees is the doing
 of the code around: of the parent, between the child that returned last and this one. What deviates
 later is inherited. Gradients are walked alike, in the order of the backward pass.
+
+In an isolated run nothing is inherited from where the reference's tensors were fed, so each further
+deviation there is somebody's own doing as well.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from polyattn.trace.compare.changes import Changes
+from polyattn.trace.compare.drift import fed
 from polyattn.trace.compare.form import Form
 from polyattn.trace.compare.frames import Frame, ancestors
+from polyattn.trace.compare.handing import withheld
 from polyattn.trace.compare.judge import Called, Event, coarse
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import JUMP
@@ -29,31 +35,38 @@ _GROWN = 64.0
 @dataclass
 class Walk:
     """Walks the events of two runs. `culprit` after :meth:`run`: whose doing the first difference
-    is, or None; `start`: the event where even the first inputs differ.
+    is, or None; `start`: the event where even the first inputs differ. `outputs_only`: the inputs
+    are recorded as they were fed. `further`: in an isolated run, whose doing else is one;
+    `unlike`: inputs of the run that differ and had the reference's put in their place.
     """
 
     a: Side
     b: Side
     calls: Sequence[Called]
-    isolated: bool = False
+    outputs_only: bool = False
     culprit: Culprit | None = None
     blamed: Event | None = None
     start: Event | None = None
     healed: list[Event] = field(default_factory=list)
+    further: list[Culprit] = field(default_factory=list)
+    unlike: list[Event] = field(default_factory=list)
 
     def run(self) -> None:
         """Give each event its status, up to the first that differs; after it, what is inherited."""
         events = [event for call in self.calls for event in call.events()]
         events.sort(key=lambda event: event.at)
         self._of = {call.b: call for call in self.calls}
+        self._matched = {call.b.module for call in self.calls}
         self._scope: dict[Frame | None, float] = {}
         self._last: dict[Frame | None, Event] = {}
         self._agreed: set[tuple[object, ...]] = set()
         self._largest, self._any_out = 0.0, False
         self._form = Form(self.calls, self._of, self.a.trace.records)
         self._around = self._form.around
+        self._changes = Changes(self.calls, self.b.frames)
         for event in events:
-            if self.blamed is not None or self.start is not None:
+            done = self.blamed is not None or self.start is not None
+            if done and (event.drift != 0 or self.start is not None):
                 if event.compared:
                     event.status = "same" if event.agrees else "inherited"
                 continue
@@ -65,21 +78,47 @@ class Walk:
 
     def _status(self, event: Event) -> str:
         worst = event.worst
-        if worst is None or (self.isolated and not event.out):
+        if worst is None or (self.outputs_only and not event.out):
             return "none"
         if worst.ratio <= 1:
             return "same"
+        if any(one.b.form for one in event.tensors):
+            self.healed.append(event)
+            return "none"
+        if event.drift == 0 and _fed(event):
+            return self._sharp(event)
         error, limit = worst.distance.error, worst.limit
-        if math.isfinite(error) and limit.how in ("fallback", "calibrated"):
-            if coarse(worst) and limit.how == "fallback" and not self.isolated:
+        if math.isfinite(error) and limit.how in ("fallback", "calibrated") and event.drift != 0:
+            if coarse(worst) and limit.how == "fallback":
                 if error <= limit.grey or error < _GREY_JUMP * self._largest:
                     return "cannot say"
             elif error <= min(JUMP * self._source(event), _GROWN * limit.value):
                 return "grown"
-        if self._form.only(event):
+        if (event.drift is None or self.outputs_only) and self._form.only(event):
             self.healed.append(event)
             return "none"
         return "differs"
+
+    @property
+    def unfed_inside(self) -> str | None:
+        """The reference's name of the culprit, where calls inside it were not fed."""
+        scope = self.blamed.call if self.blamed is not None else None
+        if scope is None or self.culprit is None or self.culprit.kind != "output":
+            return None
+        inside = (call for call in self.calls if call.b.within(scope.b))
+        unfed = any(not _fed(event) for call in inside for event in call.events())
+        return self.culprit.reference_module if unfed else None
+
+    def _sharp(self, event: Event) -> str:
+        """What is to be said of a difference in an isolated run that has nothing but its module's
+        own doing in it, and goes no further.
+        """
+        frame = event.call.b
+        if event.out or self._any_out or self._blamed_scope(frame) is not None:
+            return "differs"
+        self.unlike.append(event)
+        self._scope[frame] = 0.0
+        return "none"
 
     def _source(self, event: Event) -> float:
         """The largest error among what this event was computed from, as far as calls tell."""
@@ -88,43 +127,83 @@ class Walk:
 
     def _passed(self, event: Event) -> None:
         error, frame = event.error or 0.0, event.call.b
+        if _fed(event):
+            error = 0.0
         around = self._around(frame)
         scope = around if event.out else frame
         self._scope[scope] = max(self._scope.get(scope, 0.0), error)
         self._largest = max(self._largest, error)
-        self._agreed.update(_identity(t.b) for t in event.tensors if t.ratio <= 1)
+        self._agreed.update(t.b.identity for t in event.tensors if t.ratio <= 1)
         if event.out:
             self._last[around] = event
             self._any_out = True
 
     def _differs(self, event: Event) -> None:
-        worst = event.worst
-        assert worst is not None
         frame = event.call.b
-        if event.out:
-            scope: Frame | None = frame
-            module, kind = frame.module, "output"
-            reference: str | None = event.call.match.a.name
+        scope = frame if event.out else self._blamed_scope(frame)
+        if scope is None and not self._any_out:
+            self.start = event
+            return
+        culprit = self._culprit(event, scope)
+        if self.blamed is None:
+            self.blamed, self.culprit = event, culprit
         else:
-            scope = self._blamed_scope(frame)
-            if scope is None and not self._any_out:
-                self.start = event
-                return
+            self.further.append(culprit)
+        if _fed(event):
+            self._scope.setdefault(self._around(frame) if event.out else frame, 0.0)
+            self._any_out |= event.out
+
+    def _culprit(self, event: Event, scope: Frame | None) -> Culprit:
+        worst, frame = event.worst, event.call.b
+        assert worst is not None
+        module, kind = frame.module, "output"
+        reference: str | None = event.call.match.a.name
+        if not event.out:
             kind = "input"
             module, reference = self._around_name(frame, scope)
-        self.blamed = event
         after = self._last.get(scope)
         between = self._between(after, event, scope)
         alone = self._producer(worst.b, between)
         if alone is not None:
             module, reference, kind = alone.module, None, "output"
-        self.culprit = Culprit(
+        kept = withheld(scope, self._of, self._around) if scope is not None else None
+        if kept is not None:
+            return self._kept(event, *kept)
+        changed = self._changes.behind(event)
+        if changed is not None:
+            return self._changed(event, *changed)
+        return Culprit(
             module=module, reference_module=reference, kind=kind, phase=worst.b.phase,
             step=frame.step, call=self._call(scope, frame), at=frame.module, tensor=worst.b.tensor,
             after=after.call.b.module if after is not None else None,
             between=tuple(dict.fromkeys(one.module for one in between)),
             lacking=self._lacking(after, event), error=worst.distance.error,
-            threshold=worst.limit.value, evidence=_said(event),
+            threshold=worst.limit.value, evidence="; ".join(filter(None, (
+                _said(event), self._changes.said(event),
+            ))),
+        )  # fmt: skip
+
+    def _kept(self, event: Event, call: Called, child: Frame, lacking: Record) -> Culprit:
+        """Whose doing it is that a call lacks what the call around it was given."""
+        worst = event.worst
+        assert worst is not None
+        return Culprit(
+            module=call.b.module, reference_module=call.a.module, kind="input", phase="in",
+            step=call.b.step, call=call.b.call, at=child.module, tensor=lacking.tensor,
+            error=worst.distance.error, threshold=worst.limit.value,
+            evidence=f"it is not handed on, and {event.call.b.module!r} is off without it",
+        )  # fmt: skip
+
+    def _changed(self, event: Event, by: Frame, reference: str | None, argument: str) -> Culprit:
+        """Whose doing it is that a tensor is no longer what it was."""
+        worst = event.worst
+        assert worst is not None
+        return Culprit(
+            module=by.module, reference_module=reference, kind="output", phase="out",
+            step=by.step, call=by.call, at=event.call.b.module, tensor=argument,
+            error=worst.distance.error, threshold=worst.limit.value,
+            evidence=f"what {event.call.b.module or 'the model'!r} is given is that argument, "
+                     "changed in place on one side only",
         )  # fmt: skip
 
     def _blamed_scope(self, frame: Frame) -> Frame | None:
@@ -137,7 +216,7 @@ class Walk:
     def _around_name(self, frame: Frame, scope: Frame | None) -> tuple[str, str | None]:
         at = frame.parent
         while at is not None and at is not scope and at not in self._of:
-            given = {_identity(record) for record in at.ins}
+            given = {record.identity for record in at.ins}
             if given and given <= self._agreed:
                 return at.module, None  # without a counterpart, but what it was given is right
             at = at.parent
@@ -170,22 +249,20 @@ class Walk:
 
     def _producer(self, record: Record, between: Sequence[Frame]) -> Frame | None:
         """The call without a counterpart that made the tensor from inputs that all agree."""
-        own = _identity(record)
+        own = record.identity
         for one in between:
-            made = any(_identity(out) == own for out in one.outs)
-            passed = any(_identity(r) == own for r in one.ins)
-            if (
-                made
-                and not passed
-                and one.ins
-                and all(_identity(r) in self._agreed for r in one.ins)
-            ):
+            if one.module in self._matched:
+                continue  # its own calls agree; that it is called once more is its caller's doing
+            made = any(out.identity == own for out in one.outs)
+            passed = any(r.identity == own for r in one.ins)
+            if made and not passed and one.ins and all(r.identity in self._agreed for r in one.ins):
                 return one
         return None
 
 
-def _identity(record: Record) -> tuple[object, ...]:
-    return record.n, record.sketch, record.min, record.max, record.l2
+def _fed(event: Event) -> bool:
+    """Whether what follows was computed from the reference's tensors instead of these."""
+    return event.drift is not None and fed([one.b for one in event.tensors])
 
 
 def _said(event: Event) -> str:

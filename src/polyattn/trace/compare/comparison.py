@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from polyattn.trace.compare import rules as rules_
 from polyattn.trace.compare.alignment import Alignment, align
 from polyattn.trace.compare.blame import Walk
 from polyattn.trace.compare.calibration import Floor, load
+from polyattn.trace.compare.drift import drifts
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.judge import Called, Event, judge
 from polyattn.trace.compare.parameters import Difference, meant
@@ -88,30 +90,35 @@ class _Comparison:
         if isolated is None:
             isolated = b.trace.header.selection.get("isolated") is True
         steady, own, unsteady = guards.repeats(a, b, self.alignment, reruns)
-        thresholds = Thresholds(floor, tolerance, own, isolated)
+        thresholds = Thresholds(floor, tolerance, own)
         steps, common = guards.steps(a, b)
-        calls, missing, extra, notes = judge(self.alignment, thresholds, common)
-        walk = Walk(a, b, calls, isolated)
+        replayed = any(record.forced for record in b.trace.records)
+        drift = None if not isolated else drifts(b.frames, a.trace.records) if replayed else {}
+        calls, missing, extra, notes = judge(self.alignment, thresholds, common, drift)
+        walk = Walk(a, b, calls, outputs_only=isolated and not replayed)
         walk.run()
         weights = parameters.differences(a, b, self.alignment)
         counted = parameters.count(self.alignment)
         sure = walk.culprit if walk.start is None and not unsteady else None
         culprit = self._parameter(weights, calls) or sure
         if culprit is not None and culprit.kind != "parameter":
-            culprit = replace(culprit, others=_others(calls, walk, culprit))
+            others = _others(calls, walk, culprit) if not isolated else _further(walk, culprit)
+            culprit = replace(culprit, others=others)
         found = [
-            guards.inputs(calls, walk.start), guards.weights(counted, weights), steady, steps,
-            guards.dtypes(calls), guards.flags(a, b), guards.ended(a, b),
+            guards.inputs(calls, walk.start, walk.unlike), guards.weights(counted, weights),
+            steady, steps, guards.dtypes(calls), guards.flags(a, b), guards.ended(a, b),
         ]  # fmt: skip
         blamed = walk.blamed if _activation(culprit) else None
         reasons = self._reasons(calls, walk, steps, unsteady, counted)
         return Verdict(
             equal=False if culprit is not None else None if reasons else True,
             culprit=culprit,
-            rows=rows_of(a, b, calls, culprit, blamed),
+            rows=rows_of(a, b, calls, culprit, blamed, {(o.module, o.call) for o in walk.further}),
             guards={guard.name: guard for guard in found},
             coverage=self._coverage(calls, counted),
-            notes=tuple(self._notes(notes, walk, floor, thresholds, missing, extra)),
+            notes=tuple(self._notes(
+                notes, walk, floor, thresholds, isolated, missing, extra
+            )),
             reasons=tuple(reasons) if culprit is None else (),
             reference=_path(a.trace), port=_path(b.trace),
         )  # fmt: skip
@@ -199,7 +206,7 @@ class _Comparison:
 
     def _notes(
         self, notes: Sequence[str], walk: Walk, floor: Floor | None, thresholds: Thresholds,
-        missing: Sequence[Frame], extra: Sequence[Frame],
+        isolated: bool, missing: Sequence[Frame], extra: Sequence[Frame],
     ) -> list[str]:  # fmt: skip
         found = [*self.alignment.notes, *notes]
         for part in self.alignment.fused:
@@ -213,8 +220,13 @@ class _Comparison:
             found.append(
                 f"{event.call.b.module!r}: its {what} differs in form only; what follows agrees"
             )
-        if floor is None and walk.culprit is None and not thresholds.isolated:
+        if floor is None and walk.culprit is None and not isolated:
             found.append("thresholds are the fallback of the dtype: calibrate for tighter ones")
+        if isolated and walk.culprit is not None and (name := walk.unfed_inside):
+            found.append(
+                f"not everything inside {name!r} was fed: have the reference keep it whole "
+                f"(tensors={_pattern(name)!r}) to look further inside"
+            )
         found += floor.notes if floor is not None else ()
         for one in (self.a, self.b):
             lost = len(one.trace.header.weights) - len(one.weights)
@@ -233,30 +245,60 @@ def _without_effect(one: Difference, calls: Sequence[Called]) -> bool:
     return bool(own) and all(call.outs.agrees for call in own)
 
 
+def _pattern(name: str) -> str:
+    return rf"^{re.escape(name)}(\.|$)"
+
+
 def _grey(events: Sequence[Event]) -> str:
     first = min(events, key=lambda event: event.at)
     name = first.call.b.module or "the model"
+    better = (
+        "isolate the modules, or calibrate"
+        if first.drift is None
+        else "have the reference keep more modules whole, those that this is computed from"
+    )
     return (
         f"errors from {name!r} on ({first.error:.1e}) are as large as rounding in this dtype makes "
-        "them, and as faults do: isolate the modules, or calibrate"
+        f"them, and as faults do: {better}"
     )
 
 
 def _others(calls: Sequence[Called], walk: Walk, culprit: Culprit) -> tuple[str, ...]:
     """Modules after the culprit that differ although their inputs agree, innermost ones."""
     found: dict[str, Called] = {}
+    around = _around(calls, walk, culprit)
     for call in calls:
         event = call.outs
         own = event.status == "inherited" and call.ins.agrees and call.match.firm
-        if own and call.b.module != culprit.module:
-            around = walk.blamed is not None and walk.blamed.call.b.within(call.b)
-            if not around and (event.worst is None or event.worst.ratio > 1):
-                found.setdefault(call.b.module, call)
+        over = event.worst is None or event.worst.ratio > 1
+        if own and over and call.b.module != culprit.module and call.b not in around:
+            found.setdefault(call.b.module, call)
     inner = [
         name for name, call in found.items()
         if not any(other.b.within(call.b) for other in found.values())
     ]  # fmt: skip
     return tuple(inner)
+
+
+def _around(calls: Sequence[Called], walk: Walk, culprit: Culprit) -> set[Frame]:
+    """The calls around what is blamed and around the culprit's other calls: they are not right
+    either, because of it.
+    """
+    inner = [call.b for call in calls if call.b.module == culprit.module]
+    inner += [walk.blamed.call.b] if walk.blamed is not None else []
+    found: set[Frame] = set()
+    for frame in inner:
+        at = frame.parent
+        while at is not None and at not in found:
+            found.add(at)
+            at = at.parent
+    return found
+
+
+def _further(walk: Walk, culprit: Culprit) -> tuple[str, ...]:
+    """Modules that differ as well, computed from the reference's own tensors."""
+    names = (one.module for one in walk.further if one.module != culprit.module)
+    return tuple(dict.fromkeys(names))
 
 
 def _path(trace: Trace) -> str:

@@ -6,17 +6,19 @@ pair. What such a module takes or gives differs grossly, and everything after it
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from polyattn.trace.compare.distance import distance
 from polyattn.trace.compare.frames import Frame
-from polyattn.trace.compare.judge import Called, Event
+from polyattn.trace.compare.judge import Called, Event, coarse
 from polyattn.trace.record import Record
 
 __all__ = ["Form"]
 
 _HEALED = 1e-3
+_ROUNDINGS = 4.0
 _TRIED, _NEAR = 8, 256
 
 
@@ -32,12 +34,19 @@ class Form:
     ) -> None:
         self._of, self._records = of, reference
         self._tops = {call.b: _top(call.b) for call in calls}
-        self._witnesses = [
+        self._calls = calls
+        self._witnesses = {
             call
             for call in calls
-            if call.match.firm and call.outs.agrees and (call.ins.agrees or not call.b.ins)
-        ]
+            if call.match.firm and _within(call.outs) and (_within(call.ins) or not call.b.ins)
+        }
         self._next = _next_calls(calls)
+        self._first = _first_seen(calls)
+        self._wrong = {  # what surely the same modules were given, and it was not the same
+            one.b.identity
+            for call in calls if call.match.firm
+            for one in call.ins.tensors if one.main and one.distance.comparable and one.ratio > 1
+        }  # fmt: skip
         self._known: set[tuple[object, ...]] = set()
         tried: dict[tuple[object, ...], int] = {}
         for call in calls:
@@ -53,7 +62,7 @@ class Form:
         worst = event.worst
         if worst is None or worst.ratio <= 1:
             return False
-        return not event.call.match.firm or (event.out and not worst.main)
+        return not event.call.match.firm or (event.out and not _main_differs(event))
 
     def only(self, event: Event) -> bool:
         """Whether it is: here, or in the same classes elsewhere, later modules agree all the same;
@@ -69,17 +78,27 @@ class Form:
         worst, call = event.worst, event.call
         assert worst is not None
         error = worst.distance.error
+        if event.out and worst.b.identity in self._wrong:
+            return False
         around = self.around(call.b)
         if around is not None and _clean(self._of[around].outs, error):
             return True
-        until = self._next.get(call.b, float("inf"))
-        later = bisect_right(self._witnesses, event.at, key=lambda one: one.b.first)
-        for one in self._witnesses[later:]:
+        firm = around is not None and self._of[around].match.firm
+        if firm and around is not None and _main_differs(self._of[around].outs):
+            return False  # it got out; what agrees elsewhere has nothing to do with it
+        until = self._next.get(call.b, math.inf)
+        there = {key for key, first in self._first.items() if first <= event.at}
+        start = bisect_right(self._calls, event.at, key=lambda one: one.b.first)
+        for one in self._calls[start:]:
             if one.b.first >= until:
                 break
+            if _computed_from(one, there):
+                there.update(record.identity for record in one.b.outs)
+                continue
             apart = around is None or not one.b.within(around)
             alike = self._tops[one.b] is self._top_of(call.b, one.b)
-            if apart and alike and not one.b.within(call.b) and _clean(one.outs, error):
+            later = one in self._witnesses and not one.b.within(call.b)
+            if later and apart and alike and _clean(one.outs, error):
                 return True
         return False
 
@@ -122,8 +141,40 @@ class Form:
         return at
 
 
+def _computed_from(call: Called, there: Set[tuple[object, ...]]) -> bool:
+    """Whether a call is fed nothing else. The keys of a context, or a branch that runs beside a
+    wrong one, are right whatever happened meanwhile: they show nothing.
+    """
+    return bool(call.b.ins) and all(record.identity in there for record in call.b.ins)
+
+
+def _first_seen(calls: Sequence[Called]) -> dict[tuple[object, ...], float]:
+    """When each tensor of the port was recorded for the first time."""
+    found: dict[tuple[object, ...], float] = {}
+    for call in calls:
+        for record in (*call.b.ins, *call.b.outs):
+            key = record.identity
+            found[key] = min(found.get(key, math.inf), record.seq)
+    return found
+
+
+def _main_differs(event: Event) -> bool:
+    return any(one.main and one.distance.comparable and one.ratio > 1 for one in event.tensors)
+
+
 def _clean(event: Event, error: float) -> bool:
-    return event.agrees and (event.error or 0.0) <= _HEALED * error
+    """Whether nothing of an error is left in a later event but rounding."""
+    worst = event.worst
+    if worst is None or not _within(event):
+        return False
+    least = max(_HEALED, _ROUNDINGS * worst.eps if coarse(worst) else 0.0)
+    return (event.error or 0.0) <= least * error
+
+
+def _within(event: Event) -> bool:
+    """Whether all that is compared agrees, or in a coarse dtype may agree."""
+    known = [one for one in event.tensors if one.distance.comparable]
+    return bool(known) and all(o.ratio <= 1 or o.distance.error <= o.limit.grey for o in known)
 
 
 def _top(frame: Frame) -> Frame:

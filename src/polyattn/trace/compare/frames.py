@@ -19,7 +19,9 @@ _SLIGHTLY = 1e-4
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """One call: `ins` as seen before it, `outs` after it; `first` and `last` are places in time."""
+    """One call: `ins` as seen before it, `outs` after it, `changed` arguments as it left those that
+    it changed in place; `first` and `last` are places in time.
+    """
 
     module: str
     cls: str
@@ -29,6 +31,7 @@ class Frame:
     backward: bool
     ins: list[Record] = field(default_factory=list)
     outs: list[Record] = field(default_factory=list)
+    changed: list[Record] = field(default_factory=list)
     first: float = 0.0
     last: float = 0.0
     parent: Frame | None = None
@@ -74,10 +77,17 @@ def frames_of(records: Sequence[Record]) -> list[Frame]:
             )
             frame.first = record.seq
         frame.last = record.seq
-        (frame.ins if record.phase in _COMES_IN else frame.outs).append(record)
+        _place(frame, record).append(record)
     frames = list(found.values())
     _widen(frames)
     return _nest(frames)
+
+
+def _place(frame: Frame, record: Record) -> list[Record]:
+    if record.phase in _COMES_IN:
+        return frame.ins
+    argument = record.phase == "out" and record.tensor.startswith(("args[", "kwargs"))
+    return frame.changed if argument else frame.outs
 
 
 def _widen(frames: list[Frame]) -> None:

@@ -89,8 +89,16 @@ def dtypes(calls: Sequence[Called]) -> Guard:
     return Guard("dtypes", not pairs, said)
 
 
-def inputs(calls: Sequence[Called], start: Event | None) -> Guard:
-    """Whether both runs began with the same inputs."""
+def inputs(calls: Sequence[Called], start: Event | None, unlike: Sequence[Event] = ()) -> Guard:
+    """Whether both runs began with the same inputs. `unlike`: those that did not count."""
+    if unlike:
+        worst = unlike[0].worst
+        assert worst is not None
+        return Guard(
+            "inputs", False,
+            f"{worst.b.tensor} of {unlike[0].call.b.module or 'the model'!r} is not as in the "
+            f"reference (error {worst.distance.error:.1e}), whose own was used in its place",
+        )  # fmt: skip
     if start is not None:
         worst = start.worst
         assert worst is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from polyattn.trace.compare.alignment import Alignment, Match, calls
@@ -43,6 +43,7 @@ class Event:
     """What went into a call, or came out of it, in both runs. `at`: when, in the port's order.
 
     `status`: what the walk makes of it: same, grown, cannot say, differs, or none, not compared.
+    `drift`: in an isolated run how many calls that were not fed went into it, else None.
     """
 
     call: Called
@@ -50,6 +51,7 @@ class Event:
     at: float
     tensors: list[Tensor] = field(default_factory=list)
     status: str = "none"
+    drift: int | None = None
 
     @property
     def compared(self) -> bool:
@@ -94,11 +96,15 @@ class Called:
 
 
 def judge(
-    alignment: Alignment, thresholds: Thresholds, steps: set[int | None]
+    alignment: Alignment,
+    thresholds: Thresholds,
+    steps: set[int | None],
+    drift: Mapping[tuple[Frame, bool], int] | None = None,
 ) -> tuple[list[Called], list[Frame], list[Frame], list[str]]:
     """Return the calls of all matches in the port's order, with their tensors' distances.
 
-    And the calls without a partner, of the reference and of the port, and notes on them.
+    And the calls without a partner, of the reference and of the port, and notes on them. `drift`:
+    of the port's calls, where they were fed the reference's tensors.
     """
     found, missing, extra, notes = [], [], [], []
     for match in alignment.matches.values():
@@ -113,6 +119,9 @@ def judge(
     for call in found:
         call.ins.tensors = [_measured(x, y, usual) for x, y in pair(call.a.ins, call.b.ins)]
         call.outs.tensors = [_measured(x, y, usual) for x, y in pair(call.a.outs, call.b.outs)]
+        if drift is not None:
+            call.ins.drift = drift.get((call.b, False), 0)
+            call.outs.drift = drift.get((call.b, True), 0)
     _limit(found, thresholds)
     return found, missing, extra, notes
 
@@ -154,7 +163,8 @@ def _limit(found: Sequence[Called], thresholds: Thresholds) -> None:
         for one in event.tensors:
             if floating(one.a.dtype) and floating(one.b.dtype):
                 eps = max(eps, precision(one.a.dtype), precision(one.b.dtype))
-            limit = thresholds.of(one.a, (match.a.name, match.b.name), eps, before)
+            names = (match.a.name, match.b.name)
+            limit = thresholds.of(one.a, names, eps, before, event.drift)
             main = one is first or first is None
             apart = one.distance if main or event.out else _optional(one)
             judged.append(Tensor(one.a, one.b, apart, limit, main, eps))

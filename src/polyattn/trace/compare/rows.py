@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from polyattn.trace.compare.drift import fed
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.judge import Called, Event
 from polyattn.trace.compare.side import Side
@@ -14,12 +15,20 @@ __all__ = ["rows"]
 
 
 def rows(
-    a: Side, b: Side, calls: Sequence[Called], culprit: Culprit | None, blamed: Event | None
+    a: Side,
+    b: Side,
+    calls: Sequence[Called],
+    culprit: Culprit | None,
+    blamed: Event | None,
+    further: Collection[tuple[str, int | None]] = (),
 ) -> tuple[Row, ...]:
-    """Return a row for each call with a counterpart, and for the first of each without one."""
+    """Return a row for each call with a counterpart, and for the first of each without one.
+
+    `further`: modules and calls that differ by themselves, besides the culprit.
+    """
     found: list[tuple[float, float, Row]] = []
     for call in calls:
-        found.append((call.b.first, -call.b.last, _row(call, culprit, blamed)))
+        found.append((call.b.first, -call.b.last, _row(call, culprit, blamed, further)))
     known = {call.a for call in calls} | {call.b for call in calls}
     for frame in _first_of_each(b.frames, known, {c.b.module for c in calls}):
         at_fault = culprit is not None and culprit.module == frame.module
@@ -53,21 +62,27 @@ def _alone(frame: Frame, verdict: str, at_fault: bool) -> Row:
     )  # fmt: skip
 
 
-def _row(call: Called, culprit: Culprit | None, blamed: Event | None) -> Row:
+def _row(
+    call: Called,
+    culprit: Culprit | None,
+    blamed: Event | None,
+    further: Collection[tuple[str, int | None]],
+) -> Row:
     before, after = call.ins.error, call.outs.error
     worst = max(
         (one for one in (call.ins.worst, call.outs.worst) if one is not None),
         key=lambda one: one.ratio, default=None,
     )  # fmt: skip
     both = before is not None and after is not None
-    inherited = before if before is not None else None
+    # what a call was given counts for nothing where the reference's took its place
+    inherited = 0.0 if both and fed([t.b for t in call.ins.tensors]) else before
     return Row(
         module=call.b.module, reference_module=call.a.module, cls=call.b.cls,
         phase=call.b.phase, step=call.b.step, call=call.b.call, depth=call.b.depth,
         error_in=before, error_out=after, inherited=inherited,
-        contributed=_more(after, before) if both else after,
+        contributed=_more(after, inherited) if both else after,
         threshold=None if worst is None else worst.limit.value,
-        verdict=_verdict(call, culprit, blamed), how=call.match.how, note=_note(call),
+        verdict=_verdict(call, culprit, blamed, further), how=call.match.how, note=_note(call),
     )  # fmt: skip
 
 
@@ -77,10 +92,19 @@ def _more(after: float | None, before: float | None) -> float:
     return after - before
 
 
-def _verdict(call: Called, culprit: Culprit | None, blamed: Event | None) -> str:
+def _verdict(
+    call: Called,
+    culprit: Culprit | None,
+    blamed: Event | None,
+    further: Collection[tuple[str, int | None]],
+) -> str:
     if culprit is not None and _is(call, culprit, blamed):
         return "culprit"
-    statuses = {event.status for event in call.events()}
+    if (call.b.module, call.b.call) in further:
+        return "differs"
+    # what it was given is the doing of the code around, and it ran on the reference's
+    events = [event for event in call.events() if event.out or event.drift is None]
+    statuses = {event.status for event in events or call.events()}
     for status in ("differs", "inherited", "cannot say"):
         if status in statuses:
             return "inherited" if status == "differs" else status
@@ -104,6 +128,8 @@ def _note(call: Called) -> str:
                 return lacking
             if event.compared and not event.agrees:
                 return "differs in form only: what follows agrees"
+        if event.status == "differs" and not event.out and fed([t.b for t in event.tensors]):
+            return "was given something else, and fed the reference's"
         if event.status == "grown":
             return "above the threshold by what it inherits"
     return ""

@@ -64,7 +64,7 @@ class Thresholds:
     """Gives the limit of each record. `tolerance`: one for all, or by patterns of modules' names.
 
     `floor`: calibrated, by the reference's names. `own`: errors of reruns of the same side, which
-    no threshold is below. `isolated`: whether each module was fed the reference's inputs.
+    no threshold is below.
     """
 
     def __init__(
@@ -72,9 +72,8 @@ class Thresholds:
         floor: Floor | None = None,
         tolerance: Tolerance = None,
         own: Floor | None = None,
-        isolated: bool = False,
     ) -> None:
-        self.floor, self.own, self.isolated = floor, own, isolated
+        self.floor, self.own = floor, own
         self._patterns = _patterns(tolerance)
         self.hits: set[str] = set()
 
@@ -83,11 +82,13 @@ class Thresholds:
         """Patterns of the tolerance that no module's name had."""
         return [p.pattern for p, _ in self._patterns if p.pattern not in self.hits]
 
-    def of(self, a: Record, names: tuple[str, str], eps: float, before: int) -> Limit:
+    def of(
+        self, a: Record, names: tuple[str, str], eps: float, before: int, drift: int | None = None
+    ) -> Limit:
         """Return the limit of a record of the reference.
 
         `names`: the module's in both; `eps`: the coarsest spacing so far; `before`: how many
-        modules without others inside had returned.
+        modules without others inside had returned; `drift`: of an isolated run.
         """
         for pattern, value in self._patterns:
             if any(map(pattern.search, names)):
@@ -99,20 +100,33 @@ class Thresholds:
         if self.floor is not None and (known := self.floor.of(a)) is not None:
             value = K * max(known, _LEAST * precision(a.dtype))
             return Limit(max(value, least), max(value, least), "calibrated")
-        low, high = self._fallback(a, max(eps, precision(a.dtype)), before)
+        eps = max(eps, precision(a.dtype))
+        low, high = self._fallback(a, eps, before) if drift is None else _isolated(a, eps, drift)
         return Limit(max(low, least), max(high, least), "fallback")
 
     def _fallback(self, a: Record, eps: float, before: int) -> tuple[float, float]:
-        growth = math.sqrt(1 + before / 16)
-        row = a.shape[-1] if a.shape else 1
-        size = max(1.0, row / 1024) ** 0.25
-        if self.isolated:
-            value = (_ISOLATED_COARSE if eps > COARSE else _ISOLATED_FINE) * eps * size
-            return value, value
+        growth, size = math.sqrt(1 + before / 16), _size(a)
         if eps > COARSE:
             return _GREY_LOW * eps, min(0.5, _GREY_HIGH * eps * growth * size)
         value = min(_CAP, _BASE * growth * size) * eps
         return value, value
+
+
+def _size(a: Record) -> float:
+    row = a.shape[-1] if a.shape else 1
+    return float(max(1.0, row / 1024) ** 0.25)
+
+
+def _isolated(a: Record, eps: float, drift: int) -> tuple[float, float]:
+    """Sharp where everything was computed from the reference's tensors, blurred by what was not."""
+    coarse, size = eps > COARSE, _size(a)
+    value = (_ISOLATED_COARSE if coarse else _ISOLATED_FINE) * eps * size * math.sqrt(1 + drift)
+    if drift == 0:
+        return value, value
+    if coarse:
+        return value, max(value, min(0.5, _GREY_HIGH * eps * size * math.sqrt(1 + drift / 16)))
+    value = min(_CAP, _BASE * size * math.sqrt(1 + drift / 16)) * eps
+    return value, value
 
 
 def _patterns(tolerance: Tolerance) -> list[tuple[re.Pattern[str], float]]:

@@ -50,8 +50,9 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One call of one module. `verdict`: same, culprit, inherited, extra, missing, cannot say or
-    not compared. Errors are relative; `contributed` is what the call adds to `inherited`.
+    """One call of one module. `verdict`: same, culprit, inherited, differs (on its own, in an
+    isolated run, besides the culprit), extra, missing, cannot say or not compared. Errors are
+    relative; `contributed` is what the call adds to `inherited`.
     """
 
     module: str | None

@@ -1,0 +1,199 @@
+// The Python class polyattn._native.TraceRecord: what a trace does for each tensor of a call, when
+// the tensor is a plain one on the CPU. Everything else it leaves to Recorder.record, in Python.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "dispatch.h"
+#include "statistics/statistics.h"
+#include "trace_classes.h"
+
+namespace nb = nanobind;
+
+namespace polyattn {
+namespace {
+
+// Where things are asked of a tensor; made once.
+struct Names {
+  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* events = PyUnicode_InternFromString("events");
+  PyObject* first = PyUnicode_InternFromString("first");
+  PyObject* isa = PyUnicode_InternFromString("isa");
+  PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+  PyObject* is_inference = PyUnicode_InternFromString("is_inference");
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* is_nested = PyUnicode_InternFromString("is_nested");
+  PyObject* layout = PyUnicode_InternFromString("layout");
+  PyObject* rows = PyUnicode_InternFromString("rows");
+  PyObject* seen = PyUnicode_InternFromString("seen");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* size = PyUnicode_InternFromString("size");
+  PyObject* stride = PyUnicode_InternFromString("stride");
+  PyObject* used = PyUnicode_InternFromString("used");
+  PyObject* version = PyUnicode_InternFromString("_version");
+};
+
+nb::object taken(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+int64_t integer(nb::handle value) {
+  const int64_t found = PyLong_AsLongLong(value.ptr());
+  if (found == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  return found;
+}
+
+class TraceRecord {
+ public:
+  // `tensor`: the class of plain tensors; `elements`: the kernel's code of each dtype it reads;
+  // `strided`: the layout it reads; `device`: of what the kernel reads; `threads` and `next_seq`:
+  // functions that give the number of threads to use and of the next record.
+  TraceRecord(nb::object tensor, nb::dict elements, nb::object strided, nb::object device,
+              nb::object threads, nb::object next_seq)
+      : tensor_(std::move(tensor)), elements_(std::move(elements)), strided_(std::move(strided)),
+        device_(std::move(device)), threads_(std::move(threads)), next_seq_(std::move(next_seq)) {}
+
+  // Adds the events of the tensors to the lane, up to the first that is left to Python, and returns
+  // how many these are.
+  Py_ssize_t record(nb::handle lane, nb::list found, nb::handle head, nb::handle call,
+                    nb::handle step, nb::handle phase, bool compiled) const {
+    const Target to{lane, taken(PyObject_GetAttr(lane.ptr(), names_.seen)), {head, call, step, phase}};
+    if (!PyDict_CheckExact(to.seen.ptr())) throw nb::type_error("lane: expected one that has seen");
+    const Py_ssize_t size = PyList_GET_SIZE(found.ptr());
+    Py_ssize_t done = 0;
+    for (; done < size; ++done) {
+      PyObject* const pair = PyList_GET_ITEM(found.ptr(), done);
+      if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) throw nb::type_error("found: expected pairs");
+      const nb::handle path = PyTuple_GET_ITEM(pair, 0), t = PyTuple_GET_ITEM(pair, 1);
+      if (Py_TYPE(t.ptr()) != reinterpret_cast<PyTypeObject*>(tensor_.ptr())) break;
+      if (!take(to, path, t, compiled)) break;
+    }
+    return done;
+  }
+
+ private:
+  struct Target {
+    nb::handle lane;
+    nb::object seen;
+    nb::handle place[4];  // head, call, step, phase
+  };
+
+  static nb::object get(nb::handle of, PyObject* name) {
+    return taken(PyObject_GetAttr(of.ptr(), name));
+  }
+  static nb::object call(nb::handle of, PyObject* name) {
+    return taken(PyObject_CallMethodNoArgs(of.ptr(), name));
+  }
+
+  static bool refers(const nb::object& reference, nb::handle t) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* of = nullptr;
+    if (PyWeakref_GetRef(reference.ptr(), &of) < 0) throw nb::python_error();
+    const bool same = of == t.ptr();
+    Py_XDECREF(of);
+    return same;
+#else
+    return PyWeakref_GetObject(reference.ptr()) == t.ptr();
+#endif
+  }
+
+  bool take(const Target& to, nb::handle path, nb::handle t, bool compiled) const {
+    // Compiled code changes tensors behind their version, and inference tensors have none.
+    const bool unversioned = compiled || call(t, names_.is_inference).ptr() == Py_True;
+    const nb::object id = taken(PyLong_FromVoidPtr(t.ptr()));
+    const nb::object version = unversioned ? nb::none() : get(t, names_.version);
+    if (!unversioned) {
+      if (PyObject* hit = PyDict_GetItemWithError(to.seen.ptr(), id.ptr())) {
+        const nb::tuple known = nb::cast<nb::tuple>(nb::handle(hit));
+        const bool same = refers(known[0], t) && integer(known[1]) == integer(version);
+        if (same) return add(to, path, nullptr, nullptr, nullptr, 0, known[2].ptr()), true;
+      } else if (PyErr_Occurred() != nullptr) {
+        throw nb::python_error();
+      }
+    }
+    const nb::object of_devices = get(to.lane, names_.rows);
+    const nb::object rows = nb::borrow(PyDict_GetItemWithError(of_devices.ptr(), device_.ptr()));
+    if (!rows.is_valid()) return PyErr_Occurred() != nullptr ? throw nb::python_error() : false;
+    const int64_t slot = integer(get(rows, names_.used));
+    if (slot < 0 || slot >= integer(get(rows, names_.size))) return false;
+    const nb::object shape = get(t, names_.shape), dtype = get(t, names_.dtype);
+    if (!summarized(rows, t, shape, dtype, slot)) return false;
+    if (PyObject_SetAttr(rows.ptr(), names_.used, nb::int_(slot + 1).ptr()) != 0) {
+      throw nb::python_error();
+    }
+    const nb::object seq = add(to, path, shape.ptr(), dtype.ptr(), rows.ptr(), slot, Py_None);
+    if (!unversioned) {
+      const nb::object ref = taken(PyWeakref_NewRef(t.ptr(), nullptr));
+      const nb::object entry = taken(PyTuple_Pack(4, ref.ptr(), version.ptr(), seq.ptr(), Py_None));
+      if (PyDict_SetItem(to.seen.ptr(), id.ptr(), entry.ptr()) != 0) throw nb::python_error();
+    }
+    return true;
+  }
+
+  // Whether the kernel has read the tensor into the row.
+  bool summarized(nb::handle rows, nb::handle t, nb::handle shape, nb::handle dtype,
+                  int64_t slot) const {
+    PyObject* element = PyDict_GetItemWithError(elements_.ptr(), dtype.ptr());
+    if (element == nullptr) {
+      if (PyErr_Occurred() != nullptr) throw nb::python_error();
+      return false;
+    }
+    const bool plain = get(t, names_.is_cpu).ptr() == Py_True &&
+                       get(t, names_.layout).ptr() == strided_.ptr() &&
+                       call(t, names_.is_neg).ptr() == Py_False &&
+                       get(t, names_.is_nested).ptr() == Py_False;
+    if (!plain || !PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > kMaxDims) return false;
+    const nb::object stride = call(t, names_.stride);
+    if (!PyTuple_Check(stride.ptr()) || PyTuple_GET_SIZE(stride.ptr()) != PyTuple_GET_SIZE(shape.ptr())) {
+      return false;
+    }
+    Tensor tensor;
+    tensor.data = reinterpret_cast<const void*>(static_cast<intptr_t>(integer(call(t, names_.data_ptr))));
+    tensor.element = static_cast<Element>(integer(element));
+    tensor.dims = static_cast<int32_t>(PyTuple_GET_SIZE(shape.ptr()));
+    for (int i = 0; i < tensor.dims; ++i) {
+      tensor.sizes[i] = integer(PyTuple_GET_ITEM(shape.ptr(), i));
+      tensor.strides[i] = integer(PyTuple_GET_ITEM(stride.ptr(), i));
+    }
+    if (check(tensor) != nullptr) return false;
+    const auto first = static_cast<intptr_t>(integer(get(rows, names_.first)));
+    const auto isa = static_cast<int>(integer(get(rows, names_.isa)));
+    const auto threads = static_cast<int>(integer(taken(PyObject_CallNoArgs(threads_.ptr()))));
+    return summarize_unlocked(isa, threads, tensor, reinterpret_cast<double*>(first) + slot * kFields);
+  }
+
+  // Adds one event and returns its seq. With `same` it has no shape, dtype and rows.
+  nb::object add(const Target& to, nb::handle path, PyObject* shape, PyObject* dtype, PyObject* rows,
+                 int64_t slot, PyObject* same) const {
+    const auto or_none = [](PyObject* value) { return value == nullptr ? Py_None : value; };
+    const nb::object seq = taken(PyObject_CallNoArgs(next_seq_.ptr()));
+    const nb::object event = taken(PyTuple_Pack(
+        13, seq.ptr(), to.place[0].ptr(), to.place[1].ptr(), to.place[2].ptr(), to.place[3].ptr(),
+        path.ptr(), or_none(shape), or_none(dtype), or_none(rows), nb::int_(slot).ptr(), same, Py_None,
+        Py_None));
+    const nb::object events = get(to.lane, names_.events);  // asked for late: they may have gone
+    if (PyList_Append(events.ptr(), event.ptr()) != 0) throw nb::python_error();
+    return seq;
+  }
+
+  const Names names_;
+  nb::object tensor_;
+  nb::dict elements_;
+  nb::object strided_, device_, threads_, next_seq_;
+};
+
+}  // namespace
+
+void add_trace_record(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<TraceRecord>(m, "TraceRecord", "Events of a trace: see native/src/trace_record.cpp.")
+      .def(nb::init<nb::object, nb::dict, nb::object, nb::object, nb::object, nb::object>(), "tensor"_a,
+           "elements"_a, "strided"_a, "device"_a, "threads"_a, "next_seq"_a)
+      .def("record", &TraceRecord::record, "lane"_a, "found"_a, "head"_a, "call"_a, "step"_a.none(),
+           "phase"_a, "compiled"_a, "Adds the events of plain tensors to a lane; returns how many.");
+}
+
+}  // namespace polyattn

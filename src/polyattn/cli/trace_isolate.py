@@ -1,0 +1,160 @@
+"""``polyattn trace isolate``: an unchanged port, each module judged on the reference's tensors."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyattn.cli.arguments import parser, split_program
+from polyattn.cli.printing import note
+from polyattn.cli.program import check_program, run_program
+from polyattn.cli.trace_verdict import add_options, report, rules_of, tolerance_of
+from polyattn.errors import TraceError
+
+if TYPE_CHECKING:
+    from polyattn.hooks.activation_trace.run import ActivationTrace
+    from polyattn.trace import Trace
+
+__all__ = ["main"]
+
+SUMMARY = """Run the port's program as `python SCRIPT ARGS` would, with the tensors of REFERENCE in
+the place of what each module is given and returns, and say which modules differ by themselves: in
+bfloat16 too, where errors of rounding hide faults once they add up. REFERENCE is the trace of the
+original, recorded with whole tensors (polyattn trace record --tensors '' ...). The program runs
+twice, first as it is, unless --port is given.
+Exit code 0: the same, 1: different, 2: cannot say."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a port's program with the reference's tensors; returns 0, 1 or 2."""
+    made = _parser()
+    ours, program = split_program(made, argv)
+    options = made.parse_args(ours)
+    check_program(program)
+    rules, tolerance = rules_of(options), tolerance_of(options.tolerance)
+    from polyattn.hooks.isolation.replay import refuse_without_tensors
+    from polyattn.trace import read
+
+    reference = read(options.reference)
+    refuse_without_tensors(reference)  # before the program runs, for it may run long
+    with tempfile.TemporaryDirectory(prefix="polyattn-isolate-") as made_here:
+        scratch = Path(made_here)
+        target = Path(options.out) if options.out else scratch / "isolated.jsonl"
+        _refuse_what_is_there(options)
+        port = read(options.port or _recorded(program, scratch / "port.jsonl"))
+        run = _Replay(reference, port, rules, options, target)
+        code = run.run(program, scratch / "fed.jsonl")
+        from polyattn.trace.compare import compare
+
+        verdict = compare(reference, read(target), rules=rules, tolerance=tolerance, isolated=True)
+        verdict = replace(verdict, port=options.out or "")
+        report(verdict, options, options.reference, str(target), {"program_exit_code": code})
+    if code:
+        note(f"polyattn trace isolate: the program ended with exit code {code}")
+    return 2 if code and verdict.equal else verdict.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "trace isolate", SUMMARY,
+        usage="polyattn trace isolate --reference REFERENCE [options] SCRIPT [ARGS] | "
+              "-m MODULE [ARGS]",
+    )  # fmt: skip
+    made.add_argument("--reference", required=True, metavar="FILE",
+                      help="the original's trace, with whole tensors")  # fmt: skip
+    made.add_argument("--port", metavar="FILE",
+                      help="the port's ordinary trace, where there is one already")  # fmt: skip
+    made.add_argument("--out", metavar="FILE", help="where to keep the isolated trace")
+    made.add_argument("--layers", metavar="REGEX",
+                      help="the port's modules to feed; all by default")  # fmt: skip
+    made.add_argument("--upcast", choices=("float32", "float64"),
+                      help="run the port's modules in this dtype: what then agrees was "
+                           "rounding of their own")  # fmt: skip
+    add_options(made)
+    return made
+
+
+def _refuse_what_is_there(options: argparse.Namespace) -> None:
+    out = Path(options.out) if options.out else None
+    if out is not None and out.exists() and (out.is_dir() or out.stat().st_size):
+        raise TraceError(f"got --out {out}, which is there already, expected a new file.")
+
+
+def _recorded(program: Sequence[str], path: Path) -> Path:
+    """Run the program as it is, in a process of its own, for its ordinary trace.
+
+    What it prints comes with the second run.
+    """
+    note("polyattn trace isolate: first run, as it is")
+    command = [sys.executable, "-m", "polyattn", "trace", "record", "--out", str(path), "--"]
+    done = subprocess.run(
+        [*command, *program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        check=False,
+    )  # fmt: skip
+    if not path.is_file():
+        raise TraceError(
+            f"got a program whose first run, exit code {done.returncode}, recorded nothing; it "
+            f"said:\n{done.stderr.strip()[-2000:]}"
+        )
+    note("polyattn trace isolate: second run, with the reference's tensors")
+    return path
+
+
+class _Replay:
+    """A run of the program whose model is fed."""
+
+    def __init__(
+        self, reference: Trace, port: Trace, rules: Any, options: argparse.Namespace, target: Path
+    ) -> None:
+        import torch
+
+        from polyattn.hooks.isolation.replay import feed_of
+
+        self._port, self._target = port, target
+        self._layers: str | None = options.layers
+        self._dtype = getattr(torch, options.upcast) if options.upcast else None
+        self._feed = feed_of(reference, port, rules, dtype=self._dtype)
+        self._stack = ExitStack()
+        self._run: ActivationTrace | None = None
+
+    def run(self, program: Sequence[str], path: Path) -> int:
+        """Run it, write the isolated trace, and return its exit code."""
+        import torch
+
+        from polyattn.hooks import trace_any
+        from polyattn.trace.isolated import mark_isolated
+
+        tracing = trace_any(path, after=self._feed_it, weights=False)
+        with tracing, self._stack, torch.compiler.set_stance("force_eager"):
+            code = run_program(program)
+        if self._run is None:
+            raise TraceError(
+                "got a program that did not call the model whose trace is the port's, a "
+                f"{self._port.header.modules.get('', 'module')}, in this process; it ended with "
+                f"exit code {code}."
+            )
+        header = {"weights": dict(self._port.header.weights)}
+        mark_isolated(self._run.path, self._target, self._feed.marks, header)
+        return code
+
+    def _feed_it(self, run: ActivationTrace) -> None:
+        """Feed the program's first model that is the recorded one."""
+        from polyattn.hooks.activation_trace.selection import choose_modules
+        from polyattn.hooks.isolation.feeding import feeding
+        from polyattn.hooks.isolation.precision import widened
+
+        names = {name: type(one).__name__ for name, one in run.model.named_modules()}
+        if self._run is not None or names != dict(self._port.header.modules):
+            return
+        self._run = run
+        if self._layers is not None:
+            self._feed.only(set(choose_modules(run.model, self._layers)))
+        self._stack.enter_context(widened(run.model, self._dtype))
+        self._stack.enter_context(feeding(run.model, self._feed))

@@ -1,0 +1,124 @@
+"""``polyattn trace isolate``: an unchanged program, fed the reference's tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from polyattn.cli import main
+from polyattn.trace import read
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))) * FACTOR)
+
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one(x)
+
+FACTOR = 1.03 if "--port" in sys.argv else 1.0
+Other()(torch.ones(1, 4)) if "--other-first" in sys.argv else None
+torch.manual_seed(0)
+model = nn.Sequential(*[Block() for _ in range(3)]).bfloat16()
+with torch.no_grad():
+    out = model(torch.randn(8, 64).bfloat16())
+print("the program's own", tuple(out.shape))
+if "--fails" in sys.argv:
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text(PROGRAM)
+    assert main(["trace", "record", "--tensors", "", "--out", "ref.jsonl", "program.py"]) == 0
+    return "program.py"
+
+
+def isolate(*arguments: str) -> int:
+    return main(["trace", "isolate", "--reference", "ref.jsonl", *arguments])
+
+
+def test_the_fault_is_named_and_a_clean_program_is_the_same(
+    program: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    assert isolate(program, "--port") == 1
+    said = capfd.readouterr()
+    assert "the code of '0' itself" in said.out and "'0.down'" in said.out
+    assert said.out.count("the program's own") == 1  # what it prints in its first run is not shown
+    assert "these differ too" in said.out and "1, 2" in said.out
+    assert isolate(program) == 0
+
+
+def test_json_the_kept_trace_and_a_trace_of_the_port(
+    program: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "record", "--out", "port.jsonl", program, "--port"]) == 0
+    capfd.readouterr()
+    code = isolate("--json=v.json", "--port", "port.jsonl", "--out", "fed.jsonl", program, "--port")
+    assert code == 1
+    found = json.loads(Path("v.json").read_text())
+    assert found["culprit"]["module"] == "0" and found["port"] == "fed.jsonl"
+    assert found["program_exit_code"] == 0
+    assert read("fed.jsonl").header.selection["isolated"] is True
+    capfd.readouterr()
+    assert main(["trace", "diff", "ref.jsonl", "fed.jsonl"]) == 1
+    assert "the code of '0' itself" in capfd.readouterr().out
+
+
+def test_in_a_wider_dtype(program: str) -> None:
+    assert isolate("--upcast", "float32", program) == 0
+    assert isolate("--upcast", "float32", program, "--port") == 1
+
+
+def test_the_model_is_found_among_others(program: str, tmp_path: Path) -> None:
+    record = ["trace", "record", "--out", "port.jsonl", program, "--other-first"]
+    assert main(record) == 0
+    ports = "port.Sequential.jsonl"
+    assert Path(ports).is_file()
+    assert isolate("--port", ports, program, "--other-first") == 0
+    assert isolate("--port", ports, program, "--other-first", "--port") == 1
+
+
+def test_a_program_that_fails_is_said(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert isolate(program, "--fails") == 2
+    assert "exit code 7" in capfd.readouterr().err
+    assert isolate(program, "--fails", "--port") == 1
+
+
+def test_what_cannot_be_isolated(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "record", "--out", "stats.jsonl", program]) == 0
+    capfd.readouterr()
+    assert main(["trace", "isolate", "--reference", "stats.jsonl", program]) == 2
+    said = capfd.readouterr()
+    assert "kept no whole tensors" in said.err and "first run" not in said.err
+    Path("empty.py").write_text("print(3)")
+    assert isolate("empty.py") == 2
+    assert "recorded nothing" in capfd.readouterr().err
+    assert isolate("--out", "ref.jsonl", program) == 2
+    assert "ref.jsonl, which is there already" in capfd.readouterr().err
+    assert isolate("nowhere.py") == 2
+    assert main(["trace", "record", "--out", "port.jsonl", program]) == 0
+    Path("other.py").write_text("import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2))")
+    capfd.readouterr()
+    assert isolate("--port", "port.jsonl", "other.py") == 2
+    assert "did not call the model" in capfd.readouterr().err
