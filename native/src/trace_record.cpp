@@ -1,13 +1,26 @@
 // The Python class polyattn._native.TraceRecord: what a trace does for each tensor of a call, when
 // the tensor is a plain one on the CPU. Everything else it leaves to Recorder.record, in Python.
+//
+// Where nothing waits to be written before it, the line is with the operating system before the
+// module goes on, so a killed process loses none: a line takes less than an event that a thread makes
+// a line of, as long as little code and memory is touched that the model's own has displaced.
 #include <nanobind/nanobind.h>
 
+#include <cerrno>
 #include <cstdint>
-#include <vector>
+#include <string>
+#include <utility>
+
+#ifdef _WIN32
+#include <io.h>
+#else
+#include <unistd.h>
+#endif
 
 #include "dispatch.h"
 #include "statistics/statistics.h"
 #include "trace_classes.h"
+#include "trace_lines.h"
 
 namespace nb = nanobind;
 
@@ -17,6 +30,7 @@ namespace {
 // Where things are asked of a tensor; made once.
 struct Names {
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* direct_to = PyUnicode_InternFromString("direct_to");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* events = PyUnicode_InternFromString("events");
   PyObject* first = PyUnicode_InternFromString("first");
@@ -50,16 +64,22 @@ class TraceRecord {
  public:
   // `tensor`: the class of plain tensors; `elements`: the kernel's code of each dtype it reads;
   // `strided`: the layout it reads; `device`: of what the kernel reads; `threads` and `next_seq`:
-  // functions that give the number of threads to use and of the next record.
+  // functions that give the number of threads to use and of the next record; `lines`, `sink`: what
+  // makes and takes lines, None where all become events.
   TraceRecord(nb::object tensor, nb::dict elements, nb::object strided, nb::object device,
-              nb::object threads, nb::object next_seq)
+              nb::object threads, nb::object next_seq, nb::object lines, nb::object sink)
       : tensor_(std::move(tensor)), elements_(std::move(elements)), strided_(std::move(strided)),
-        device_(std::move(device)), threads_(std::move(threads)), next_seq_(std::move(next_seq)) {}
+        device_(std::move(device)), threads_(std::move(threads)), next_seq_(std::move(next_seq)),
+        kept_lines_(std::move(lines)), sink_(std::move(sink)),
+        lines_(kept_lines_.is_none() ? nullptr : nb::cast<TraceLines*>(kept_lines_)) {}
 
-  // Adds the events of the tensors to the lane, up to the first that is left to Python, and returns
-  // how many these are.
+  // How many lines it has written.
+  int64_t written() const { return written_; }
+
+  // Writes the lines of the tensors, or adds their events to the lane, up to the first that is left
+  // to Python, and returns how many these are.
   Py_ssize_t record(nb::handle lane, nb::list found, nb::handle head, nb::handle call,
-                    nb::handle step, nb::handle phase, bool compiled) const {
+                    nb::handle step, nb::handle phase, bool compiled) {
     const Target to{lane, taken(PyObject_GetAttr(lane.ptr(), names_.seen)), {head, call, step, phase}};
     if (!PyDict_CheckExact(to.seen.ptr())) throw nb::type_error("lane: expected one that has seen");
     const Py_ssize_t size = PyList_GET_SIZE(found.ptr());
@@ -100,7 +120,7 @@ class TraceRecord {
 #endif
   }
 
-  bool take(const Target& to, nb::handle path, nb::handle t, bool compiled) const {
+  bool take(const Target& to, nb::handle path, nb::handle t, bool compiled) {
     // Compiled code changes tensors behind their version, and inference tensors have none.
     const bool unversioned = compiled || call(t, names_.is_inference).ptr() == Py_True;
     const nb::object id = taken(PyLong_FromVoidPtr(t.ptr()));
@@ -109,7 +129,7 @@ class TraceRecord {
       if (PyObject* hit = PyDict_GetItemWithError(to.seen.ptr(), id.ptr())) {
         const nb::tuple known = nb::cast<nb::tuple>(nb::handle(hit));
         const bool same = refers(known[0], t) && integer(known[1]) == integer(version);
-        if (same) return add(to, path, nullptr, nullptr, nullptr, 0, known[2].ptr()), true;
+        if (same) return add_same(to, path, known[2].ptr()), true;
       } else if (PyErr_Occurred() != nullptr) {
         throw nb::python_error();
       }
@@ -121,10 +141,13 @@ class TraceRecord {
     if (slot < 0 || slot >= integer(get(rows, names_.size))) return false;
     const nb::object shape = get(t, names_.shape), dtype = get(t, names_.dtype);
     if (!summarized(rows, t, shape, dtype, slot)) return false;
-    if (PyObject_SetAttr(rows.ptr(), names_.used, nb::int_(slot + 1).ptr()) != 0) {
-      throw nb::python_error();
+    nb::object seq = written_now(to, path, shape, dtype, row_of(rows, slot));
+    if (!seq.is_valid()) {
+      if (PyObject_SetAttr(rows.ptr(), names_.used, nb::int_(slot + 1).ptr()) != 0) {
+        throw nb::python_error();
+      }
+      seq = add(to, path, shape.ptr(), dtype.ptr(), rows.ptr(), slot, Py_None);
     }
-    const nb::object seq = add(to, path, shape.ptr(), dtype.ptr(), rows.ptr(), slot, Py_None);
     if (!unversioned) {
       const nb::object ref = taken(PyWeakref_NewRef(t.ptr(), nullptr));
       const nb::object entry = taken(PyTuple_Pack(4, ref.ptr(), version.ptr(), seq.ptr(), Py_None));
@@ -159,10 +182,75 @@ class TraceRecord {
       tensor.strides[i] = integer(PyTuple_GET_ITEM(stride.ptr(), i));
     }
     if (check(tensor) != nullptr) return false;
-    const auto first = static_cast<intptr_t>(integer(get(rows, names_.first)));
     const auto isa = static_cast<int>(integer(get(rows, names_.isa)));
     const auto threads = static_cast<int>(integer(taken(PyObject_CallNoArgs(threads_.ptr()))));
-    return summarize_unlocked(isa, threads, tensor, reinterpret_cast<double*>(first) + slot * kFields);
+    return summarize_unlocked(isa, threads, tensor, row_of(rows, slot));
+  }
+
+  double* row_of(nb::handle rows, int64_t slot) const {
+    const auto first = static_cast<intptr_t>(integer(get(rows, names_.first)));
+    return reinterpret_cast<double*>(first) + slot * kFields;
+  }
+
+  // The file to write to at once, or -1. It holds until the interpreter's lock is given up.
+  int direct_to(const Target& to) const {
+    if (lines_ == nullptr || lines_->busy()) return -1;
+    const nb::object events = get(to.lane, names_.events);
+    if (!PyList_Check(events.ptr()) || PyList_GET_SIZE(events.ptr()) != 0) return -1;
+    return static_cast<int>(integer(get(sink_, names_.direct_to)));
+  }
+
+  static TracePlace place_of(const Target& to, nb::handle path) {
+    return {to.place[0].ptr(), to.place[1].ptr(), to.place[2].ptr(), to.place[3].ptr(), path.ptr()};
+  }
+
+  // Writes the line of a tensor and returns its seq; no object where an event has to be added.
+  nb::object written_now(const Target& to, nb::handle path, nb::handle shape, nb::handle dtype,
+                         const double* row) {
+    const int file = direct_to(to);
+    if (file < 0 || !lines_->usual(dtype.ptr(), row)) return {};
+    const nb::object seq = taken(PyObject_CallNoArgs(next_seq_.ptr()));
+    std::string text = std::move(spare_);
+    text.clear();
+    lines_->line(text, place_of(to, path), integer(seq), shape.ptr(), dtype.ptr(), row);
+    write(file, text);
+    spare_ = std::move(text);
+    return seq;
+  }
+
+  void add_same(const Target& to, nb::handle path, PyObject* same) {
+    const int file = direct_to(to);
+    if (file < 0) {
+      add(to, path, nullptr, nullptr, nullptr, 0, same);
+      return;
+    }
+    const nb::object seq = taken(PyObject_CallNoArgs(next_seq_.ptr()));
+    std::string text = std::move(spare_);
+    text.clear();
+    lines_->line(text, place_of(to, path), integer(seq), integer(same));
+    write(file, text);
+    spare_ = std::move(text);
+  }
+
+  // The lock stays held: nobody else may write in between, and the disk is not waited for.
+  void write(int file, const std::string& text) {
+    ++written_;
+    size_t done = 0;
+    while (done < text.size()) {
+#ifdef _WIN32
+      const auto took = ::_write(file, text.data() + done, static_cast<unsigned>(text.size() - done));
+#else
+      const auto took = ::write(file, text.data() + done, text.size() - done);
+#endif
+      if (took < 0 && errno == EINTR) continue;
+      if (took <= 0) {
+        const int error = took < 0 ? errno : EIO;
+        --written_;
+        sink_.attr("cut_off")(error, nb::bytes(text.data(), text.size()), done);
+        return;
+      }
+      done += static_cast<size_t>(took);
+    }
   }
 
   // Adds one event and returns its seq. With `same` it has no shape, dtype and rows.
@@ -182,7 +270,10 @@ class TraceRecord {
   const Names names_;
   nb::object tensor_;
   nb::dict elements_;
-  nb::object strided_, device_, threads_, next_seq_;
+  nb::object strided_, device_, threads_, next_seq_, kept_lines_, sink_;
+  TraceLines* lines_;
+  std::string spare_;
+  int64_t written_ = 0;
 };
 
 }  // namespace
@@ -190,10 +281,14 @@ class TraceRecord {
 void add_trace_record(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<TraceRecord>(m, "TraceRecord", "Events of a trace: see native/src/trace_record.cpp.")
-      .def(nb::init<nb::object, nb::dict, nb::object, nb::object, nb::object, nb::object>(), "tensor"_a,
-           "elements"_a, "strided"_a, "device"_a, "threads"_a, "next_seq"_a)
+      .def(nb::init<nb::object, nb::dict, nb::object, nb::object, nb::object, nb::object, nb::object,
+                    nb::object>(),
+           "tensor"_a, "elements"_a, "strided"_a, "device"_a, "threads"_a, "next_seq"_a,
+           "lines"_a.none() = nb::none(), "sink"_a.none() = nb::none())
+      .def_prop_ro("written", &TraceRecord::written, "How many lines it has written.")
       .def("record", &TraceRecord::record, "lane"_a, "found"_a, "head"_a, "call"_a, "step"_a.none(),
-           "phase"_a, "compiled"_a, "Adds the events of plain tensors to a lane; returns how many.");
+           "phase"_a, "compiled"_a,
+           "Writes lines of plain tensors, or adds events to a lane; returns how many tensors.");
 }
 
 }  // namespace polyattn

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
@@ -165,46 +164,6 @@ def test_a_full_disk_never_ends_the_model(caplog: pytest.LogCaptureFixture) -> N
     with pytest.raises(TraceError, match="No space left"):
         run.close()
     assert not model._forward_hooks and "No space left" in caplog.text
-
-
-PROGRAM = """
-    import os, sys, time, torch
-    from torch import nn
-    from polyattn.hooks import trace
-
-    class Dies(nn.Module):
-        def forward(self, x):
-            if sys.argv[2] != "immediate":
-                time.sleep({pause})
-            os.kill(os.getpid(), 9)
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Dies())
-    trace(model, sys.argv[1], immediate=sys.argv[2] == "immediate")
-    model[:2](torch.ones(1, 4))
-    model(torch.ones(1, 4))
-"""
-
-
-def killed(path: Path, mode: str) -> None:
-    code = textwrap.dedent(PROGRAM).replace("{pause}", "0.5")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), mode], timeout=120, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr
-
-
-def test_a_killed_process_leaves_a_readable_file(tmp_path: Path) -> None:
-    killed(tmp_path / "run.jsonl", "usual")
-    found = read(tmp_path / "run.jsonl")
-    assert not found.ended and "did not end" in found.notes[-1]
-    assert len(found.records) >= 4  # the whole first forward, which has ended
-
-
-def test_a_killed_process_loses_no_record_of_an_immediate_trace(tmp_path: Path) -> None:
-    killed(tmp_path / "run.jsonl", "immediate")
-    found = read(tmp_path / "run.jsonl")
-    assert places(found)[-1] == ("2", "in", "args[0]") and len(found.records) == 4 + 6
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -100,7 +100,7 @@ def test_steps_nest_and_hold_in_every_thread(tmp_path):
 
 
 def test_threads(tmp_path):
-    with TraceWriter(tmp_path / "a.jsonl", background=True) as trace:
+    with TraceWriter(tmp_path / "a.jsonl") as trace:
 
         def work(number):
             for _ in range(50):

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <iterator>
 
 namespace polyattn {
 namespace {
@@ -92,35 +91,6 @@ void append_statistics(std::string& out, const Chosen& chosen, const double* row
     append_sketch(out, row + kSketch);
     out += '"';
   }
-}
-
-int64_t Earlier::find(int64_t seq, std::string_view shape, std::string_view dtype, const double* row) {
-  key_.assign(shape).append(1, ';').append(dtype).append(1, ';');
-  key_.append(reinterpret_cast<const char*>(row), kFields * sizeof(double));
-  const auto known = rows_.find(key_);
-  if (known == rows_.end()) {
-    lately_.emplace_back(key_, seq);
-    const auto last = std::prev(lately_.end());
-    rows_.emplace(last->first, last);
-    if (lately_.size() > kRemembered) {
-      rows_.erase(lately_.front().first);
-      lately_.pop_front();
-    }
-    return -1;
-  }
-  const auto entry = known->second;
-  lately_.splice(lately_.end(), lately_, entry);
-  if (first_.insert_or_assign(seq, entry->second).second) referring_.push_back(seq);
-  if (referring_.size() > kRemembered) {
-    first_.erase(referring_.front());
-    referring_.pop_front();
-  }
-  return entry->second;
-}
-
-int64_t Earlier::first(int64_t seq) const {
-  const auto found = first_.find(seq);
-  return found == first_.end() ? seq : found->second;
 }
 
 }  // namespace polyattn

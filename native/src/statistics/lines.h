@@ -1,13 +1,8 @@
-// Lines of a trace from rows of statistics, without Python: numbers as text, sketches as base64, and
-// which rows are those of an earlier line.
+// Lines of a trace from rows of statistics, without Python: numbers as text, sketches as base64.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <list>
 #include <string>
-#include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -37,26 +32,5 @@ struct Chosen {
 
 // Appends the statistics of a plain row, `"n":4,...`; the first five fields are counts.
 void append_statistics(std::string& out, const Chosen& chosen, const double* row);
-
-// The rows of the latest lines, and which line was the first to have each.
-class Earlier {
- public:
-  // The seq of an earlier line with the same shape, dtype and numbers, or -1; then `seq` is the
-  // first to have them.
-  int64_t find(int64_t seq, std::string_view shape, std::string_view dtype, const double* row);
-
-  // The line that has the numbers that line `seq` refers to.
-  int64_t first(int64_t seq) const;
-
- private:
-  static constexpr size_t kRemembered = 4096;
-
-  using Entry = std::pair<std::string, int64_t>;
-  std::list<Entry> lately_;  // oldest first
-  std::unordered_map<std::string_view, std::list<Entry>::iterator> rows_;
-  std::list<int64_t> referring_;
-  std::unordered_map<int64_t, int64_t> first_;
-  std::string key_;
-};
 
 }  // namespace polyattn

@@ -75,35 +75,54 @@ class Output:
                     "remove this one, or set overwrite=True."
                 )
             os.ftruncate(self._descriptor, 0)
-        self._size = 0
+
+    @property
+    def descriptor(self) -> int:
+        """The file's, -1 of what is no regular file: writing to a pipe may wait for its reader."""
+        return self._descriptor if self._regular else -1
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._descriptor < 0
+
+    def size(self) -> int:
+        """How many bytes it holds."""
+        return os.fstat(self._descriptor).st_size
 
     def append(self, data: bytes) -> None:
         """Hand whole lines to the operating system; OSError where it does not take them all.
 
         What it took of a line that it did not take wholly is removed again.
         """
-        view = memoryview(data)
+        before, view = self.size(), memoryview(data)
         try:
             while view:
                 view = view[os.write(self._descriptor, view) :]
-        except BaseException:
-            taken = len(data) - len(view)
-            whole = data.rfind(b"\n", 0, taken) + 1
+        except BaseException:  # KeyboardInterrupt too, which does not tell what was taken before it
             with contextlib.suppress(OSError):
-                if self._regular and whole < taken:
-                    os.ftruncate(self._descriptor, self._size + whole)
-            self._size += whole
+                self.cut(data, before)
             raise
-        self._size += len(data)
+
+    def cut(self, data: bytes, before: int) -> None:
+        """Keep the lines of `data` that were taken wholly; `before`: where it begins."""
+        if not self._regular:
+            return
+        size = self.size()
+        whole = before + data.rfind(b"\n", 0, size - before) + 1
+        if whole < size:
+            os.ftruncate(self._descriptor, whole)
 
     def close(self) -> None:
         """Close the file and let others write it, also while forked children have it open."""
         if fcntl is not None and self._regular:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
 
     def forget(self) -> None:
         """Close it in a forked child, where it stays the parent's."""
+        descriptor, self._descriptor = self._descriptor, -1
         with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+            os.close(descriptor)

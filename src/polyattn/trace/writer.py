@@ -34,10 +34,9 @@ class TraceWriter:
     `header`: a :class:`~polyattn.trace.Header`, or its fields as arguments (`framework`, `rank`,
     `world`, `seed`, ...); `weights` may map parameters' names to arrays or to their fingerprints.
     In a world of several ranks the file is `path` with the rank in its name. A line is with the
-    operating system when `add` returns; with ``background=True`` a thread writes it a little later.
-    Raises TraceError if the file cannot be written or holds a trace already (`overwrite=True`
-    replaces it). If the disk is full later, the log says so at once and `close` raises; `add`
-    never does because of the file.
+    operating system when `add` returns. Raises TraceError if the file cannot be written or holds a
+    trace already (`overwrite=True` replaces it). If the disk is full later, the log says so at once
+    and `close` raises; `add` never does because of the file.
 
     >>> import tempfile
     >>> import numpy as np
@@ -60,7 +59,6 @@ class TraceWriter:
         header: Header | None = None,
         *,
         overwrite: bool = False,
-        background: bool = False,
         weights: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> None:
@@ -82,7 +80,7 @@ class TraceWriter:
         self._seen: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self.sink = JsonlSink(
             rank_path(path, header.rank, header.world),
-            overwrite=overwrite, background=background, last=self._end,
+            overwrite=overwrite, background=False, last=self._end,
         )  # fmt: skip
         self.path = self.sink.path
         self.sink.write(header.line())

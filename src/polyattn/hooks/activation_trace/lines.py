@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
 from typing import Any
@@ -55,11 +56,11 @@ def head_of(module: str, cls: str) -> str:
 
 
 class Lines:
-    """Makes lines of events; one thread at a time.
+    """Makes lines of events; one thread at a time, with the sink's lock.
 
     `names`: the statistics to write. `rank`: this process's, left out where it is 0. `native`:
     whether the extension makes them, which holds the interpreter's lock for a tenth of the time;
-    None is where it is built. The lines are the same.
+    None is where it is built, and then it is `self.native`. The lines are the same.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Lines:
         self._numbers = _Numbers(names)
         built = None if native is False else native_module()
         fields = [(name, FIELDS.index(name)) for name in names if name in FIELDS]
-        self._native: Any = built and built.TraceLines(
+        self.native: Any = built and built.TraceLines(
             fields,
             "samples" in names,
             "sketch" in names,
@@ -86,10 +87,27 @@ class Lines:
 
     def of(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str | bytes]:
         """Yield the events' lines, or bytes of several; then the rows are free again."""
-        lines = self._in_python if self._native is None else self._in_native_code
+        lines = self._in_python if self.native is None else self._in_native_code
         yield from lines(events, rows)
         for one in rows:
             self._pool.give(one)
+
+    def forget(self) -> None:
+        """Refer to no earlier line from now on: some may not have been written."""
+        self._seen.clear()
+        self._first.clear()
+        if self.native is not None:
+            self.native.forget()
+
+    def now(self, events: list[Event], rows: Rows | None) -> bytes:
+        """Return the events' lines; `rows`: where all of their numbers are, on the host."""
+        if self.native is None:
+            lines = self._in_python(events, () if rows is None else (rows,))
+            return b"".join(line.encode() + b"\n" for line in lines)
+        ready = [event if event[11] is None else _written(event) for event in events]
+        blocks = [] if rows is None else [(rows, rows.first, rows.used)]
+        made: bytes = self.native.of(ready, blocks)
+        return made
 
     def _in_native_code(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[bytes]:
         blocks = []
@@ -102,7 +120,7 @@ class Lines:
                 batch.append(event if event[11] is None and event[12] is None else _written(event))
         finally:  # an event that has no line takes no earlier one with it
             if batch:
-                yield self._native.of(batch, blocks)
+                yield self.native.of(batch, blocks)
 
     def _in_python(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str]:
         blocks = {id(one): _Block(one.numbers()) for one in rows}
@@ -125,7 +143,7 @@ class Lines:
         if same is not None:
             same = self._first.get(same, same)
         elif block is not None:
-            same = self._earlier(seq, (shape, dtype, block.rows[slot].tobytes()))
+            same = self._earlier(seq, (shape, dtype, block.digest(slot)))
         found = self._statistics(shape, dtype, block, slot) if same is None else f'"same":{same}'
         if extra:
             return f"{begin}{found},{_fields_of(extra)}}}"
@@ -194,6 +212,10 @@ class _Block:
         self.values = rows[:, : SKETCH.start].tolist()
         with np.errstate(all="ignore"):
             self._bytes = np.ascontiguousarray(buckets, "<f4").tobytes()
+
+    def digest(self, slot: int) -> bytes:
+        """What tells a row from others: short, for thousands of whole rows break up the heap."""
+        return blake2b(self.rows[slot].tobytes(), digest_size=16).digest()
 
     def sketch(self, slot: int) -> str:
         return base64.b64encode(self._bytes[256 * slot : 256 * slot + 256]).decode("ascii")

@@ -1,8 +1,9 @@
 """The recorder of one trace: what calls tell it becomes rows on the device and events for lines.
 
-Each thread has a lane of its own, locked only against one that flushes or closes. A lane's events
-are handed to the writing thread when the outermost call of that thread ends, and on the CPU also
-every `_INTERVAL` seconds, for a process that is killed in a long forward.
+Each thread has a lane of its own, locked only against one that flushes or closes. What is on the
+host is written before the module goes on, so a killed process loses at most the record at hand.
+What has to wait, for a device or the disk, is handed to the writing thread with all that follows:
+when the outermost call of the program's thread ends, on the CPU also every `_INTERVAL` seconds.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = ["Lane", "Recorder"]
 
 logger = logging.getLogger("polyattn.trace")
 
+_HOST = torch.device("cpu")
 _INTERVAL = 0.05
 _PATIENCE = 5.0
 """Seconds to wait for another thread's record: a statistic of the user's may wait for us."""
@@ -65,12 +67,13 @@ class Call:
 class Lane:
     """What one thread has recorded and not yet handed over."""
 
-    __slots__ = ("calls", "events", "lock", "rows", "seen", "since", "stack")
+    __slots__ = ("calls", "events", "later", "lock", "rows", "seen", "since", "stack")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # for the thread that flushes or closes: rows and events
         self.stack: list[Call] = []
         self.events: list[Event] = []
+        self.later = False  # some of the events have to wait
         self.rows: dict[torch.device, Rows] = {}
         self.seen: dict[int, Seen] = {}
         self.since = monotonic()
@@ -81,8 +84,8 @@ class Recorder:
     """Records calls into a sink.
 
     `chosen`: the statistics. `steps`: those to record, None for all. `inputs`, `parameters`,
-    `gradients`: whether these are recorded too. `folder`: where whole tensors go. `immediate`: hand
-    over every record at once, so that a killed process loses none but the last.
+    `gradients`: whether these are recorded too. `folder`: where whole tensors go. `immediate`: have
+    nothing wait, for a device or the disk either.
     """
 
     def __init__(
@@ -101,17 +104,23 @@ class Recorder:
         self.sink, self.steps, self.inputs, self.parameters = sink, steps, inputs, parameters
         self.folder, self.immediate = folder, immediate
         self.custom = chosen.custom
-        self.records = self.calls = self.left_out = 0
+        self._records = self.calls = self.left_out = 0
         with torch.inference_mode(False):
             self.order = torch.zeros(1)
         self._gradients = Gradients(self) if gradients else None
         self._pool = RowPool()
         self._lines = Lines(chosen.names, rank, self._pool)
         self._next_seq = itertools.count().__next__
-        self._quickly = recording(self._next_seq)
+        self._native = recording(self._next_seq, self._lines.native, sink)
+        self._quickly = None if self._native is None else self._native.record
         self._lanes: dict[int, Lane] = {}
         self._counting = threading.Lock()
         self._said: set[str] = set()
+
+    @property
+    def records(self) -> int:
+        """How many were handed over."""
+        return self._records + (0 if self._native is None else self._native.written)
 
     def lane(self) -> Lane:
         """Return the lane of this thread."""
@@ -161,7 +170,11 @@ class Recorder:
                 self._gradients.follow(call, "grad_out", found)
         if not lane.stack:
             self.end_of_forward(lane)
-        elif monotonic() - lane.since > _INTERVAL and all(d.type == "cpu" for d in lane.rows):
+        elif (
+            lane.later
+            and monotonic() - lane.since > _INTERVAL
+            and all(device.type == "cpu" for device in lane.rows)
+        ):
             self.hand_over(lane)
 
     def fail(self, hook: TraceHook) -> None:
@@ -196,7 +209,11 @@ class Recorder:
     def record(self, lane: Lane, call: Call, phase: str, found: Found) -> None:
         """Record tensors of a call. It runs for every tensor, so it calls little."""
         with lane.lock:
-            self._record(lane, call, phase, found)
+            try:
+                self._record(lane, call, phase, found)
+            except BaseException:  # KeyboardInterrupt: nothing may refer to what was not written
+                self._forget(lane)
+                raise
 
     def _record(self, lane: Lane, call: Call, phase: str, found: Found) -> None:
         hook, level, done = call.hook, transforms(), 0
@@ -210,8 +227,12 @@ class Recorder:
             if (type(t) is not Tensor or level is not None) and (t := plain(t)) is None:
                 continue
             self._one(lane, call, phase, path, t, special)
+        if not lane.events:  # native code has written them
+            return
         if self.immediate:
-            self.hand_over(lane)
+            self._hand_over(lane)
+        elif not lane.later:
+            self._write(lane)
 
     def _one(self, lane: Lane, call: Call, phase: str, path: str, t: Tensor, special: bool) -> None:
         hook, seq = call.hook, self._next_seq()
@@ -239,7 +260,7 @@ class Recorder:
             extra[name] = _called(of, t)
         saving, file = None, hit[3] if hit is not None else None
         if whole and file is None and (saving := self._save(t, place[0])) is not None:
-            file = saving.file
+            file, lane.later = saving.file, True
         if whole and file is not None:
             extra["file"] = file
         if hit is not None and saving is None:
@@ -262,6 +283,8 @@ class Recorder:
                 if rows is not None:
                     self.hand_over(lane)
                 rows = lane.rows[device] = self._pool.take(device)
+            if device.type != "cpu":
+                lane.later = True
             slot = rows.used
             rows.write(t, slot)
         except Exception as error:  # the model goes on, whatever is wrong with its trace
@@ -298,7 +321,28 @@ class Recorder:
     def hand_over(self, lane: Lane) -> None:
         """Give what the lane has to the writing thread."""
         with lane.lock:
+            try:
+                self._hand_over(lane)
+            except BaseException:
+                self._forget(lane)
+                raise
+
+    def _forget(self, lane: Lane) -> None:
+        lane.seen.clear()
+        self._lines.forget()
+
+    def _write(self, lane: Lane) -> None:
+        """Write the events of a lane whose numbers are on the host."""
+        events, rows = lane.events, lane.rows.get(_HOST)
+        lane.events = []
+        if not self.sink.direct(lambda: self._lines.now(events, rows), len(events)):
+            lane.events = events
             self._hand_over(lane)
+            return
+        with self._counting:
+            self._records += len(events)
+        if rows is not None:
+            rows.used = 0
 
     def _hand_over(self, lane: Lane) -> None:
         events, rows = lane.events, lane.rows
@@ -309,11 +353,11 @@ class Recorder:
             lane.calls = 0
         if not events:
             return
-        lane.events, lane.rows = [], {}
+        lane.events, lane.rows, lane.later = [], {}, False
         for one in rows.values():
             one.send()
         with self._counting:
-            self.records += len(events)
+            self._records += len(events)
         self.sink.extend(self._lines.of(events, list(rows.values())), len(events))
 
     def finish(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from polyattn.hooks.activation_trace.selection import (
 from polyattn.hooks.manager import HookHandle, ModuleHookManager
 from polyattn.trace import JsonlSink, rank_path
 
+if TYPE_CHECKING:
+    from polyattn.hooks.activation_trace.earlier import Earlier
+
 __all__ = ["HOOK", "ActivationTrace", "trace"]
 
 HOOK = "polyattn.trace"
@@ -44,7 +47,7 @@ def trace(model: nn.Module, path: str | Path, **options: Any) -> ActivationTrace
 
     >>> import tempfile
     >>> from polyattn.trace import read
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     >>> path = Path(tempfile.mkdtemp(), "run.jsonl")
     >>> with trace(model, path) as run:
     ...     _ = model(torch.ones(2, 4))
@@ -64,10 +67,12 @@ class ActivationTrace:
     numbers or ``"0,5"``, ``"0-3"``. `tensors`: the modules whose tensors are kept whole, named as
     in `layers` (recorded even if not among those). `gradients`, `parameters`: record these too.
     `inputs`: record what goes in. `overwrite`: replace a file. `weights`: put fingerprints of all
-    weights into the header, one pass over the model. `immediate`: have each record written before
-    the model goes on; slow, and for finding what kills a process. `perturb`: a seed; until the
+    weights into the header, one pass over the model. `immediate`: have nothing wait:
+    records of a device, and whole tensors, too are written before the model goes on, which is slow
+    and for finding what kills a process. `perturb`: a seed; until the
     trace is closed every weight is multiplied by ``1 + eps * u``, u random in -1..1 and eps the
-    spacing of its dtype, as ``polyattn trace calibrate`` needs it.
+    spacing of its dtype, as ``polyattn trace calibrate`` needs it. `earlier`: what was recorded of
+    parts of the model before, to begin with.
 
     `path` is where the trace is, with the rank in its name if there are several. Raises TraceError
     for options that mean nothing, a file that cannot be written, and a model that is traced
@@ -90,6 +95,7 @@ class ActivationTrace:
         weights: bool = True,
         immediate: bool = False,
         perturb: int | Perturbation | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TraceError(f"got a {type(model).__name__} to trace, expected a torch.nn.Module.")
@@ -125,12 +131,20 @@ class ActivationTrace:
                 perturbation.apply(model)
                 selection["perturb"] = perturbation.seed
             self.sink.write(header_of(model, selection, rank, world, weights).line())
-            for name, module in found.items():
-                hook = TraceHook(self.recorder, module, name, name in whole)
-                self._handles.append(ModuleHookManager.of(module).attach(HOOK, hook))
+            self._attach(found, whole, earlier)
         except BaseException:
             self._abandon()
             raise
+
+    def _attach(
+        self, modules: dict[str, nn.Module], whole: Container[str], earlier: Earlier | None
+    ) -> None:
+        if earlier is not None:
+            earlier.write(self.recorder)
+        for name, module in modules.items():
+            after = None if earlier is None else earlier.hooks.get(name)
+            hook = TraceHook(self.recorder, module, name, name in whole, after)
+            self._handles.append(ModuleHookManager.of(module).attach(HOOK, hook))
 
     @property
     def attached(self) -> bool:

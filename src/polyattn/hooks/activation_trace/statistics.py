@@ -181,15 +181,18 @@ def instruction_set() -> int:
     return -1 if native_module() is None else _isa(settings.raw(settings.NATIVE_ISA))
 
 
-def recording(next_seq: Callable[[], int]) -> Callable[..., int] | None:
-    """Return what native code does for the tensors of a call; None where it is not built."""
+def recording(next_seq: Callable[[], int], lines: Any, sink: Any) -> Any:
+    """Return what records the tensors of a call in native code; None where it is not built.
+
+    `lines`, `sink`: what makes lines in native code, and what takes them.
+    """
     built = native_module()
     if built is None:
         return None
     cpu, threads = torch.device("cpu"), torch.get_num_threads
-    made = built.TraceRecord(Tensor, _ELEMENTS, torch.strided, cpu, threads, next_seq)
-    record: Callable[..., int] = made.record
-    return record
+    return built.TraceRecord(
+        Tensor, _ELEMENTS, torch.strided, cpu, threads, next_seq, lines, sink
+    )  # fmt: skip
 
 
 @functools.cache

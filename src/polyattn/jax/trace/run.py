@@ -67,7 +67,7 @@ class JaxTrace:
         weights = _named(params, name_of)
         chosen = {"layers": layers, "steps": None if steps is None else sorted(self._steps or ())}
         header = _header(weights, chosen | {"gradients": gradients}, fields)
-        self.writer = TraceWriter(path, header, overwrite=overwrite, background=True)
+        self.writer = TraceWriter(path, header, overwrite=overwrite)
         self.path = self.writer.path
         self._late: list[tuple[int, int, Tapped, Mapping[str, Any]]] = []
         self._seen: Counter[tuple[int, tuple[str, str, str]]] = Counter()
