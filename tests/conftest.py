@@ -1,6 +1,7 @@
 """Settings for all tests: an own cache, no settings from outside, one thread per process."""
 
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ settings.load_profile("repeatable")
 _SAVED = pytest.StashKey[dict[str, str]]()
 _CACHE = pytest.StashKey[tempfile.TemporaryDirectory]()
 
+SEED = 20_251
+_STARTS: dict[int, dict[str, Any]] = {}
+"""How the NumPy generators of the test modules stood before their first test."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give this process an empty cache directory and take away the caller's POLYATTN_* settings."""
@@ -45,6 +50,36 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.environ.pop("POLYATTN_CACHE_DIR", None)
     os.environ.update(config.stash[_SAVED])
     config.stash[_CACHE].cleanup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let fixtures draw the same random numbers every time."""
+    _start_generators(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Let the test draw the same random numbers every time, whatever its fixtures drew."""
+    _start_generators(item)
+
+
+def _start_generators(item: pytest.Item) -> None:
+    """Start all generators that tests share anew, those of the test's module among them.
+
+    Which tests ran before in this process is a matter of chance where they run in parallel.
+    """
+    random.seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(SEED)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(SEED)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(SEED)
+        for value in vars(getattr(item, "module", None) or object).values():
+            if isinstance(value, numpy.random.Generator):
+                bits = value.bit_generator
+                bits.state = _STARTS.setdefault(id(value), bits.state)
 
 
 @pytest.fixture(autouse=True)

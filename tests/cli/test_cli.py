@@ -26,7 +26,7 @@ sys.exit(int(sys.argv[1]))
 def run(*args, **options):
     environ = {**os.environ, "PYTHONPATH": str(SRC), **options.pop("env", {})}
     return subprocess.run(
-        [sys.executable, "-m", "polyattn", *args], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "polyattn", *args], capture_output=True, text=True, timeout=300,
         env=environ, **options,
     )  # fmt: skip
 
@@ -38,23 +38,26 @@ def program(tmp_path):
     return str(path)
 
 
-def test_version_and_help_are_quick_and_import_no_framework():
+def is_quick(flag):
     begin = time.perf_counter()
-    bare = subprocess.run([sys.executable, "-c", "pass"], timeout=60)
+    bare = subprocess.run([sys.executable, "-c", "pass"], timeout=300)
     bare_s = time.perf_counter() - begin
-    assert bare.returncode == 0
+    begin = time.perf_counter()
+    done = run(flag)
+    took = time.perf_counter() - begin
+    assert bare.returncode == done.returncode == 0
+    return took < max(0.5, 10 * bare_s)
+
+
+def test_version_and_help_are_quick_and_import_no_framework():
     for flag in ("--version", "--help"):
-        begin = time.perf_counter()
-        done = run(flag)
-        took = time.perf_counter() - begin
-        assert done.returncode == 0
-        assert took < max(0.5, 10 * bare_s)
+        assert any(is_quick(flag) for _ in range(5)), "slow each time, not only beside other work"
     code = (
         "import sys; from polyattn.cli import main; main(['--help']); print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=300,
     )  # fmt: skip
     assert done.stdout.endswith("False\n")
 
@@ -68,7 +71,7 @@ def test_unknown_commands_get_near_matches(capsys):
 
 def test_broken_pipe_is_no_traceback():
     code = f"PYTHONPATH={SRC} {sys.executable} -m polyattn doctor --json | head -c 10"
-    done = subprocess.run(["sh", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["sh", "-c", code], capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
 
@@ -176,7 +179,7 @@ class TestDoctor:
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env={**os.environ, "PYTHONPATH": str(SRC)},
         )
         assert done.returncode == 0, done.stderr

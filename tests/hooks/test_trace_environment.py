@@ -50,7 +50,7 @@ ON = """
 def run(code: str, folder: Path, **variables: str) -> str:
     environ = {**os.environ, **{f"POLYATTN_TRACE_{k}": v for k, v in variables.items()}}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environ, cwd=folder, timeout=120,
+        [sys.executable, "-c", textwrap.dedent(code)], env=environ, cwd=folder, timeout=300,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -237,7 +237,7 @@ def test_a_process_that_traces_prints_nothing(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run.jsonl")],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert done.stdout == done.stderr == ""
     assert "end" in json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])

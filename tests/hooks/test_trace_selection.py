@@ -136,12 +136,12 @@ def test_a_threads_own_step_comes_first() -> None:
     def other() -> None:
         with trace_step(10):
             begun.set()
-            done.wait(10)
+            assert done.wait(60)
             seen.append(current_step())
 
     thread = threading.Thread(target=other)
     thread.start()
-    begun.wait(10)
+    assert begun.wait(60)
     seen.append(current_step())
     with trace_step(1):
         seen.append(current_step())

@@ -78,7 +78,7 @@ def test_after_a_fork(threads: int) -> None:
             assert os.waitstatus_to_exitcode(status) == 0, status
             assert all(map(torch.equal, call(), wanted))
         """,
-        timeout=60.0,
+        timeout=300.0,
     )
 
 

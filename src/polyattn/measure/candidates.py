@@ -6,11 +6,13 @@ import gc
 import json
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ __all__ = ["Candidate", "TimeLimitExceeded", "candidates", "ready", "time_limit"
 
 
 HOPELESS = 20.0
+AGAIN_S = 0.01
+"""How long a time limit that rang during an import waits before it rings again."""
 
 
 class TimeLimitExceeded(BaseException):
@@ -203,15 +207,24 @@ def _spare_bytes() -> float:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise :class:`TimeLimitExceeded` after `seconds`, where signals allow it (main thread)."""
+    """Raise :class:`TimeLimitExceeded` after `seconds`, where signals allow it (main thread).
+
+    An import under way is let end first: a half imported module (the compiler's, on its first use)
+    would fail in the whole rest of the process.
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(
         signal, "setitimer"
     ):
         yield
         return
 
-    def ring(number: int, frame: object) -> None:
-        raise TimeLimitExceeded
+    around = _imports_under_way(sys._getframe())
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if _imports_under_way(frame) > around:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        else:
+            raise TimeLimitExceeded
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -220,6 +233,15 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _imports_under_way(frame: FrameType | None) -> int:
+    """Return how many calls of the import system the frame runs in."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
+    return count
 
 
 def _short(error: BaseException) -> str:
