@@ -203,3 +203,8 @@ def reload() -> Settings:
     settings = current()
     scopes.invalidate()
     return settings
+
+
+def environment(changes: dict[str, str]) -> dict[str, str]:
+    """Return the environment for another process, with `changes`."""
+    return dict(os.environ) | changes

@@ -18,9 +18,10 @@ pytest.importorskip("diffusers")
 from torch import nn  # noqa: E402
 
 from polyattn.bench import main, records  # noqa: E402
-from polyattn.bench.trace import seeding  # noqa: E402
+from polyattn.bench.trace import faults, seeding  # noqa: E402
 from polyattn.bench.trace.answers import Reference, answer  # noqa: E402
 from polyattn.bench.trace.architectures import ARCHITECTURES  # noqa: E402
+from polyattn.bench.trace.command import Options  # noqa: E402
 from polyattn.bench.trace.edits import EDITS  # noqa: E402
 from polyattn.bench.trace.faults import summary  # noqa: E402
 from polyattn.bench.trace.operations import Call, changed, observed  # noqa: E402
@@ -95,6 +96,15 @@ def test_bugs_with_and_without_an_effect(tmp_path: Path) -> None:
     assert len({one.kind for one in found}) > 35
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_read_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    """It is the same for each port: neither recorded nor read again."""
+    model, inputs = ARCHITECTURES["vit"].build(0, dtype)
+    right = Reference(model, inputs, dtype, tmp_path)
+    (tmp_path / "reference.jsonl").unlink()
+    assert right.verdict(copy.deepcopy(model)).equal
+
+
 def test_the_same_seed_gives_the_same_bugs() -> None:
     model, inputs = ARCHITECTURES["vit"].build(0, torch.float32)
     chosen = [
@@ -106,6 +116,18 @@ def test_the_same_seed_gives_the_same_bugs() -> None:
     assert chosen[0] == chosen[1] != chosen[2]
     layers = {at.split(".")[2] for kind, at in chosen[0] if kind == "heads swapped"}
     assert len(layers) == 2  # one each in two layers
+
+
+def test_the_same_seed_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before: dropout that is left on is random."""
+    original = faults.faults
+
+    def dropout(*args: Any, **kwargs: Any) -> list[seeding.Fault]:
+        return [one for one in original(*args, **kwargs) if one.kind.startswith("dropout")] * 3
+
+    monkeypatch.setattr(faults, "faults", dropout)
+    rows = [faults.of_architecture("gpt2", "float32", Options(quick=True)) for _ in range(2)]
+    assert rows[0] == rows[1] and rows[0][0]["effect"] > 0.1
 
 
 def test_sums_and_goals() -> None:

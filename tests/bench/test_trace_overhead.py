@@ -1,6 +1,10 @@
 """The cost of recording: what is timed, how it is counted, what is written. No figure is a test."""
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +15,9 @@ pytest.importorskip("transformers")
 import torch
 
 from polyattn.bench.trace import overhead
+from polyattn.bench.trace.allocator import KEEPS, SYSTEM
 from polyattn.bench.trace.overhead_models import MODELS, make
-from polyattn.bench.trace.overhead_peers import CASES
+from polyattn.bench.trace.overhead_peers import CASES, Case
 from polyattn.bench.trace.overhead_timing import interval, summary, time_cases
 
 TINY = next(one for one in MODELS if one.goal is None)
@@ -20,12 +25,12 @@ TINY = next(one for one in MODELS if one.goal is None)
 
 @pytest.fixture(scope="module")
 def record():
-    old = overhead.MODELS, overhead.QUICK_ROUNDS, overhead.QUICK_BLOCK_S
-    overhead.MODELS, overhead.QUICK_ROUNDS, overhead.QUICK_BLOCK_S = (TINY,), 2, 0.001
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overhead, "MODELS", (TINY,))
+        patch.setattr(overhead, "QUICK_ROUNDS", 2)
+        patch.setattr(overhead, "QUICK_BLOCK_S", 0.001)
+        patch.setattr(overhead, "keep_memory", lambda: KEEPS)  # this process runs other tests
         part = overhead.measure(SimpleNamespace(quick=True, seed=0), lambda line: None)
-    finally:
-        overhead.MODELS, overhead.QUICK_ROUNDS, overhead.QUICK_BLOCK_S = old
     return {"rows": part.pop("rows"), "overhead": part}
 
 
@@ -50,6 +55,74 @@ def test_what_a_forward_writes_is_counted(record) -> None:
     assert model["bytes_per_record"] == round(size, 1)
     assert model["met"] is (size <= overhead.GOAL_BYTES) is True
     assert record["overhead"]["goals_met"] is True  # the tiny model's time has no goal
+
+
+def test_the_record_says_what_the_allocator_does(record, capsys) -> None:
+    part = record["overhead"]
+    (model,) = part["models"]
+    assert part["allocator"] == KEEPS and part["block_s"] == 0.001
+    assert 0 <= model["page_faults"]["median"] <= model["page_faults"]["max"]
+    overhead.table(record)
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert f"memory allocator: {KEEPS}" in printed and "page faults in an untraced" in printed
+
+
+FREED_AND_TAKEN = """
+import ctypes
+from polyattn.bench.trace import allocator
+said = allocator.keep_memory() if {keep} else allocator.SYSTEM
+def taken():
+    return [bytearray(8 << 20) for _ in range(4)]
+taken(), taken()
+before = allocator.page_faults()
+taken()
+print(said, allocator.page_faults() - before, sep=",")
+"""
+
+
+def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", FREED_AND_TAKEN.format(keep=keep)],
+            capture_output=True, text=True, check=True,
+        ).stdout.strip().split(",")
+        for keep in (False, True)
+    ]  # fmt: skip
+    if found[1][0] == SYSTEM:
+        pytest.skip("no glibc")
+    assert found[1][0] == KEEPS
+    assert int(found[0][1]) > 1000 > 10 * int(found[1][1])
+
+
+@contextlib.contextmanager
+def slow(model, folder):
+    handle = model.register_forward_hook(lambda *_: time.sleep(0.03))
+    try:
+        yield lambda: None
+    finally:
+        handle.remove()
+
+
+def test_a_case_has_the_forwards_that_fill_a_block_of_its_own(tmp_path) -> None:
+    cases = [Case("slow", slow), Case("plain", lambda *_: contextlib.nullcontext(lambda: None))]
+    model, called = torch.nn.Linear(4, 4), []
+    model.register_forward_pre_hook(lambda *_: called.append(time.perf_counter()))
+    inputs = [{"input": torch.ones(1, 4)}]
+    found = time_cases(model, inputs, cases, tmp_path, rounds=1, block_s=0.02)
+    assert found.forwards["slow"] == 2 and found.forwards["plain"] > 20
+    assert found.ratios["slow"].wall[0] > 20
+
+
+def test_a_forward_that_fills_a_block_needs_none_before_it(tmp_path) -> None:
+    called = []
+    model = torch.nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda *_: called.append(time.sleep(0.02)))
+    plain = Case("plain", lambda *_: contextlib.nullcontext(lambda: None))
+    found = time_cases(
+        model, [{"input": torch.ones(1, 4)}], [plain], tmp_path, rounds=1, block_s=0.01
+    )
+    # of model and case one and one before it, to see how long it is; 3 blocks of 2 in each round
+    assert len(called) == 4 + 6 * (1 + found.dropped)
 
 
 def test_the_table_says_it_all(record, capsys) -> None:

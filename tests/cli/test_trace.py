@@ -223,6 +223,19 @@ class TestShow:
         rows = [line for line in out.splitlines() if "16x16" in line]
         assert len(rows) == 12
 
+    @pytest.mark.parametrize("seed", [0, 7])
+    def test_perturbed_weights_are_named(self, folder, capsys, seed):
+        write("plain.jsonl")
+        write("moved.jsonl", selection={"perturb": seed})
+        assert "perturb" not in trace(capsys, "show", "plain.jsonl")[1]
+        code, out, _ = trace(capsys, "show", "moved.jsonl")
+        assert code == 0 and f"--perturb {seed}" in " ".join(out.split())
+        code, out, _ = trace(capsys, "diff", "plain.jsonl", "moved.jsonl", "--html", "page.html")
+        assert code == 0 and f"the port was recorded with --perturb {seed}" in out
+        assert f"--perturb {seed}" in (folder / "page.html").read_text()
+        said = json.loads(trace(capsys, "diff", "plain.jsonl", "moved.jsonl", "--json")[1])
+        assert said["guards"]["perturbation"]["holds"] is False
+
     def test_choosing(self, folder, capsys):
         a = write("a.jsonl")
         code, out, _ = trace(capsys, "show", a, "--module", "^do", "--step", "1", "--limit", "1")
@@ -291,7 +304,7 @@ def test_no_framework_is_imported(folder):
         "assert not {'torch', 'jax'} & set(sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(SRC)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -99,6 +99,54 @@ def test_the_model_is_found_among_others(program: str, tmp_path: Path) -> None:
     assert isolate("--port", ports, program, "--other-first", "--port") == 1
 
 
+ENCODED_FIRST = """
+import sys
+import torch
+from torch import nn
+
+class Part(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.one, self.two, self.factor = nn.Linear(32, 32), nn.Linear(32, 32), factor
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)) * self.factor)
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = Part(1.05 if "--encoder" in sys.argv else 1.0)
+        self.decoder = Part(1.05 if "--decoder" in sys.argv else 1.0)
+
+    def forward(self, x, encoded=None):
+        return self.decoder(x + (self.encoder(x) if encoded is None else encoded))
+
+torch.manual_seed(0)
+model, x = Both().bfloat16(), torch.randn(8, 32).bfloat16()
+with torch.no_grad():
+    encoded = model.encoder(x)
+    model(model(x, encoded))
+"""
+
+
+@pytest.mark.parametrize("wrong", ["", "encoder", "decoder"])
+def test_a_part_that_is_called_before_the_model(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of the model's trace go on after those of the part, and so does what is fed."""
+    monkeypatch.chdir(tmp_path)
+    Path("first.py").write_text(ENCODED_FIRST)
+    assert main(["trace", "record", "--tensors", "", "--out", "ref.jsonl", "first.py"]) == 0
+    options = ["--json=v.json", "--out", "fed.jsonl", "first.py"]
+    assert isolate(*options, f"--{wrong}") == int(bool(wrong))
+    if wrong:
+        found = json.loads(Path("v.json").read_text())["culprit"]
+        assert (found["module"], found["at"], found["others"]) == (wrong, f"{wrong}.two", [])
+    fed = [(r.call, r.forced) for r in read("fed.jsonl").records
+           if (r.module, r.phase) == ("encoder.two", "out")]  # fmt: skip
+    assert fed == [(0, False), (1, True)]
+
+
 def test_a_program_that_fails_is_said(program: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert isolate(program, "--fails") == 2
     assert "exit code 7" in capfd.readouterr().err

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polyattn.cli.arguments import parser, split_program
 from polyattn.cli.printing import note
 from polyattn.cli.program import check_program, run_program
+from polyattn.cli.trace_isolate_ranks import Ranks
 from polyattn.cli.trace_verdict import add_options, report, rules_of, tolerance_of
 from polyattn.errors import TraceError
 
@@ -28,7 +29,7 @@ SUMMARY = """Run the port's program as `python SCRIPT ARGS` would, with the tens
 the place of what each module is given and returns, and say which modules differ by themselves: in
 bfloat16 too, where errors of rounding hide faults once they add up. REFERENCE is the trace of the
 original, recorded with whole tensors (polyattn trace record --tensors '' ...). The program runs
-twice, first as it is, unless --port is given.
+twice, first as it is, unless --port is given. Under torchrun each rank is judged by itself.
 Exit code 0: the same, 1: different, 2: cannot say."""
 
 
@@ -42,23 +43,41 @@ def main(argv: Sequence[str]) -> int:
     from polyattn.hooks.isolation.replay import refuse_without_tensors
     from polyattn.trace import read
 
-    reference = read(options.reference)
+    ranks = Ranks.here()
+    source = ranks.own(options.reference, "--reference")
+    reference = read(source)
+    ranks.check(reference, "a reference")
     refuse_without_tensors(reference)  # before the program runs, for it may run long
+    _name_files_of(ranks, options)
     with tempfile.TemporaryDirectory(prefix="polyattn-isolate-") as made_here:
         scratch = Path(made_here)
         target = Path(options.out) if options.out else scratch / "isolated.jsonl"
         _refuse_what_is_there(options)
-        port = read(options.port or _recorded(program, scratch / "port.jsonl"))
+        port = read(options.port or _recorded(program, scratch / "port.jsonl", ranks))
+        ranks.check(port, "a port's trace")
         run = _Replay(reference, port, rules, options, target)
         code = run.run(program, scratch / "fed.jsonl")
         from polyattn.trace.compare import compare
 
         verdict = compare(reference, read(target), rules=rules, tolerance=tolerance, isolated=True)
         verdict = replace(verdict, port=options.out or "")
-        report(verdict, options, options.reference, str(target), {"program_exit_code": code})
+        if ranks.world > 1:
+            note(f"polyattn trace isolate: rank {ranks.rank} of {ranks.world}:")
+        report(verdict, options, source, str(target), {"program_exit_code": code})
     if code:
         note(f"polyattn trace isolate: the program ended with exit code {code}")
+    ranks.wait_for_all()
     return 2 if code and verdict.equal else verdict.exit_code
+
+
+def _name_files_of(ranks: Ranks, options: argparse.Namespace) -> None:
+    """Have every file that is named on the command line be this rank's own."""
+    if options.port:
+        options.port = ranks.own(options.port, "--port")
+    for name in ("out", "html", "json"):
+        given = getattr(options, name)
+        if given and given != "-":
+            setattr(options, name, str(ranks.file(given)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,7 +106,7 @@ def _refuse_what_is_there(options: argparse.Namespace) -> None:
         raise TraceError(f"got --out {out}, which is there already, expected a new file.")
 
 
-def _recorded(program: Sequence[str], path: Path) -> Path:
+def _recorded(program: Sequence[str], path: Path, ranks: Ranks) -> Path:
     """Run the program as it is, in a process of its own, for its ordinary trace.
 
     What it prints comes with the second run.
@@ -96,15 +115,22 @@ def _recorded(program: Sequence[str], path: Path) -> Path:
     command = [sys.executable, "-m", "polyattn", "trace", "record", "--out", str(path), "--"]
     done = subprocess.run(
         [*command, *program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        check=False,
+        check=False, env=ranks.first_run(),
     )  # fmt: skip
-    if not path.is_file():
+    found = ranks.file(path)
+    if not found.is_file() and (others := sorted(path.parent.glob(f"{path.stem}.rank*.jsonl"))):
+        raise TraceError(
+            f"got a program that makes itself one of several ranks (it recorded {others[0].name}), "
+            "expected one that a launcher starts with RANK and WORLD_SIZE set: run `torchrun -m "
+            "polyattn trace isolate ...`, or call polyattn.hooks.isolate in it."
+        )
+    if not found.is_file():
         raise TraceError(
             f"got a program whose first run, exit code {done.returncode}, recorded nothing; it "
             f"said:\n{done.stderr.strip()[-2000:]}"
         )
     note("polyattn trace isolate: second run, with the reference's tensors")
-    return path
+    return found
 
 
 class _Replay:

@@ -15,6 +15,7 @@ from polyattn.cli.trace_summary import some_steps
 from polyattn.cli.trace_table import print_table, printable, separate
 from polyattn.errors import TraceError
 from polyattn.trace import Record, Trace, read
+from polyattn.trace.perturbed import seeds_of
 
 __all__ = ["main"]
 
@@ -114,13 +115,16 @@ def _facts(trace: Trace) -> Iterator[tuple[str, str | Text]]:
     yield "trace", ", ".join(map(str, trace.paths))
     versions = ", ".join(f"{name} {version}" for name, version in head.versions.items())
     yield "framework", f"{head.framework} ({versions})" if versions else head.framework
+    moved = seeds_of(trace)
     rest = {
         "recorded": head.created, "command": " ".join(head.argv),
         "seed": "" if head.seed is None else str(head.seed),
         "ranks": f"{len(trace.headers)} of {head.world}" if head.world > 1 else "",
         "weights": ", ".join(f"{count} of {dtype}" for dtype, count in head.dtypes.items()),
         "chosen": ", ".join(f"{k}={v!r}" for k, v in head.selection.items()
-                            if v not in (None, False) and v != [] and k != "stats"),
+                            if v not in (None, False) and v != []
+                            and k not in ("stats", "perturb")),
+        "perturbed": f"every weight moved by about a rounding (--perturb {moved})" if moved else "",
         "modules": _modules(trace),
         "flags": ", ".join(f"of {name}" for name in head.flags if name in ("torch", "jax")),
     }  # fmt: skip

@@ -259,6 +259,32 @@ def test_flags_and_their_differences(tmp_path: Path) -> None:
     assert "x: True and False" in str(verdict)
 
 
+@pytest.mark.parametrize(
+    ("seeds", "holds", "said"),
+    [
+        ((None, None), True, ""),
+        ((0, None), False, "the reference was recorded with --perturb 0; the port with the"),
+        ((None, 3), False, "as they are; the port was recorded with --perturb 3"),
+        ((1, 3), False, "the reference was recorded with --perturb 1; the port was"),
+        ((3, 3), True, "both were recorded with perturbed weights, --perturb 3"),
+    ],
+)  # fmt: skip
+def test_perturbed_weights_are_a_condition(
+    tmp_path: Path, seeds: Any, holds: bool, said: str
+) -> None:
+    from polyattn.trace.page import page
+
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, seed in zip(paths, seeds, strict=True):
+        trace(Transformer(layers=1), path, selection={} if seed is None else {"perturb": seed})
+    verdict = compare(*paths)
+    guard = verdict.guards["perturbation"]
+    assert verdict.equal is True and guard.holds is holds and said in guard.said
+    assert ("--perturb" in str(verdict)) is bool(said) and said in str(verdict)
+    assert said in page(verdict)
+    assert verdict.to_dict()["guards"]["perturbation"]["said"] == guard.said
+
+
 def test_tolerance(tmp_path: Path) -> None:
     a, b = chain(X, Y, Z), chain(X, Y, Z * F32(1.001))
     assert two(tmp_path, a, b).exit_code == 1

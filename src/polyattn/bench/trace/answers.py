@@ -15,6 +15,7 @@ from polyattn.bench.trace.rebuilt import renamed
 from polyattn.bench.trace.seeding import Fault
 from polyattn.errors import TraceError
 from polyattn.hooks import trace
+from polyattn.trace import read
 from polyattn.trace.compare import Verdict, compare
 
 __all__ = ["OUTCOMES", "Reference", "answer", "outcome"]
@@ -39,6 +40,7 @@ class Reference:
             whole = None if dtype is torch.float32 else ".*"
             with trace(model, self.path, overwrite=True, tensors=whole):
                 model(**inputs)
+        self.trace = read(self.path)  # once, not for each port
 
     def verdict(self, port: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
         """Compare a port: run freely in float32, module by module in a coarser dtype."""
@@ -48,10 +50,10 @@ class Reference:
                 path = self.folder / "port.jsonl"
                 with trace(port, path, overwrite=True):
                     port(**given)
-                return compare(self.path, path)
+                return compare(self.trace, path)
             from polyattn.hooks import isolate
 
-            return isolate(port, self.path, dict(given))
+            return isolate(port, self.trace, dict(given))
 
     def effect(self, port: nn.Module, culprits: tuple[str, ...]) -> tuple[float, float]:
         """Return how far a port's culprits are off, and its output."""

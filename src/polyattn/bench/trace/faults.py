@@ -25,6 +25,7 @@ from polyattn.bench.trace.command import Options
 from polyattn.bench.trace.screen import table
 from polyattn.bench.trace.seeding import faults
 from polyattn.errors import MissingDependency
+from polyattn.hooks.activation_trace.weights import remembered_fingerprints
 
 __all__ = ["GOALS", "measure", "of_architecture", "table"]
 
@@ -77,11 +78,12 @@ def _all(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
-            tasks = {pool.submit(of_architecture, *task, options): task for task in asked}
+            # the last of the architectures take longest: none of them is to run alone in the end
+            tasks = {pool.submit(of_architecture, *task, options): task for task in asked[::-1]}
             for at, task in enumerate(as_completed(tasks)):
                 task.result()
                 say(f"{at + 1}/{len(asked)} {' '.join(tasks[task])}")
-            return [task.result() for task in tasks]
+            return [task.result() for task in reversed(tasks)]
         except BaseException:  # an interrupt: what has not begun is not begun any more
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -93,7 +95,7 @@ def _processors() -> int:
 
 def of_architecture(name: str, dtype: str, options: Options) -> list[dict[str, Any]]:
     """Return a row for each bug and each clean port of one architecture."""
-    with _quiet(), _one_thread():
+    with _quiet(), _one_thread(), remembered_fingerprints():
         return _of_architecture(ARCHITECTURES[name], dtype, options)
 
 
@@ -108,12 +110,13 @@ def _of_architecture(
     if options.quick:
         seeded = seeded[options.seed % 3 :: 3]
     common = {"part": "faults", "architecture": architecture.name, "dtype": dtype}
-    with tempfile.TemporaryDirectory() as folder:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         reference = Reference(model, inputs, kind, Path(folder))
-        rows = [
-            _named(common | answer(reference, port, fault, other_names=at % _RENAMED == 1))
-            for at, fault in enumerate(seeded)
-        ]
+        for at, fault in enumerate(seeded):
+            torch.manual_seed(options.seed)  # of dropout that is left on
+            row = answer(reference, port, fault, other_names=at % _RENAMED == 1)
+            rows.append(_named(common | row))
         rows += [_named(common | row) for row in _clean(reference, port)]
     return rows
 

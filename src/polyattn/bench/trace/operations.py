@@ -95,8 +95,10 @@ class _Code(TorchFunctionMode):
         self.stack: list[_Frame | None] = []  # None: not in a module's own code, as in hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.inside:  # first: a trace's own work is many calls
+            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").strip("_")
-        if name in ("get", "set", "") or not self.inside:
+        if name in ("get", "set", ""):
             return func(*args, **(kwargs or {}))
         return self.run(name, func, args, kwargs or {})
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from polyattn.bench.trace.allocator import keep_memory
 from polyattn.bench.trace.overhead_models import MODELS, Timed, make
 from polyattn.bench.trace.overhead_peers import CASES, Case
-from polyattn.bench.trace.overhead_timing import Ratios, summary, time_cases
+from polyattn.bench.trace.overhead_timing import Rounds, summary, time_cases
 from polyattn.trace import read
 
 if TYPE_CHECKING:
@@ -22,16 +23,18 @@ if TYPE_CHECKING:
 __all__ = ["GOAL_BYTES", "measure", "table"]
 
 GOAL_BYTES = 1024
-ROUNDS, BLOCK_S = 7, 0.4
+ROUNDS, BLOCK_S = 7, 0.25
 QUICK_ROUNDS, QUICK_BLOCK_S = 5, 0.2
 
 
 def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     """Time every case around every model; `quick` is the reference model, a few rounds.
 
+    The process's allocator keeps memory from then on: see :mod:`polyattn.bench.trace.allocator`.
     Returns the part's record. Raises MissingDependency without transformers.
     """
     rounds, block_s = (QUICK_ROUNDS, QUICK_BLOCK_S) if options.quick else (ROUNDS, BLOCK_S)
+    allocator = keep_memory()
     rows: list[dict[str, Any]] = []
     models: list[dict[str, Any]] = []
     for timed in MODELS[:1] if options.quick else MODELS:
@@ -42,7 +45,7 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     judged = [row["met"] for row in (*rows, *models) if row["met"] is not None]
     return {
         "goals_met": all(judged), "threads": torch.get_num_threads(), "rounds": rounds,
-        "models": models, "rows": rows,
+        "block_s": block_s, "allocator": allocator, "models": models, "rows": rows,
     }  # fmt: skip
 
 
@@ -58,20 +61,26 @@ def _of_model(
         "modules": sum(1 for _ in model.modules()), "forward_ms": round(found.base * 1e3, 3),
         **written, "goal_bytes": GOAL_BYTES, "met": written["bytes_per_record"] <= GOAL_BYTES,
         "dropped_rounds": found.dropped,
+        "page_faults": {
+            "median": round(statistics.median(found.faults), 1),
+            "max": round(max(found.faults), 1),
+        },
         "foreign_load": {
             "median": round(statistics.median(found.foreign), 4),
             "max": round(max(found.foreign), 4),
         },
     }  # fmt: skip
-    return of_model, [_row(timed, case, found.ratios[case.name]) for case in CASES]
+    return of_model, [_row(timed, case, found) for case in CASES]
 
 
-def _row(timed: Timed, case: Case, ratios: Ratios) -> dict[str, Any]:
+def _row(timed: Timed, case: Case, found: Rounds) -> dict[str, Any]:
+    ratios = found.ratios[case.name]
     relative = summary(ratios.wall)
     goal = timed.goal if case.recording else None
     return {
         "name": f"{timed.name}: {case.name}", "part": "overhead", "model": timed.name,
         "case": case.name, "ours": case.ours, "goal": goal,
+        "forwards_in_block": found.forwards[case.name],
         "met": None if goal is None else relative["median"] <= goal,
         "relative": relative,
         "until_written": summary(ratios.written) if case.recording else None,
@@ -119,7 +128,8 @@ def table(record: Mapping[str, Any]) -> None:
     say(
         f"time: over that of untraced forwards beside it, median of {part['rounds']} rounds and "
         "its 95 % interval; until written: with what the writing thread has left after the last of "
-        "many forwards; processors: processor time of all threads, waiting ones of OpenMP included."
+        "many forwards; processors: processor time of all threads, waiting ones of OpenMP "
+        f"included; memory allocator: {part['allocator']}."
     )
 
 
@@ -138,6 +148,7 @@ def _footer(model: Mapping[str, Any]) -> str:
     return (
         f"{model['modules']} modules, {model['records_per_forward']} records and "
         f"{model['bytes_per_forward'] / 1e3:.0f} kB a forward, {model['bytes_per_record']:.0f} "
-        f"bytes a record (goal {model['goal_bytes']}); others took {load['median']:.0%} of the "
-        f"machine in the median round kept, {load['max']:.0%} in the busiest."
+        f"bytes a record (goal {model['goal_bytes']}); {model['page_faults']['median']:.0f} page "
+        f"faults in an untraced forward; others took {load['median']:.0%} of the machine in the "
+        f"median round kept, {load['max']:.0%} in the busiest."
     )

@@ -1,7 +1,8 @@
 """Timing of forwards: each case between two untraced blocks, in rounds of changing order.
 
 The ratio of a case is its block over the mean of the two beside it, so that a drift of the clock
-cancels. Rounds are kept by how little other processes took meanwhile, never by the result.
+cancels. A block has as many forwards as fill it by the case's own time. Rounds are kept by how
+little other processes took meanwhile, never by the result.
 """
 
 from __future__ import annotations
@@ -19,18 +20,26 @@ import torch
 from torch import nn
 
 from polyattn.bench.timing import QUIET, Watch
+from polyattn.bench.trace.allocator import page_faults
 from polyattn.bench.trace.overhead_peers import Case
 
 __all__ = ["Ratios", "Rounds", "interval", "summary", "time_cases"]
 
 
+_MOST = 1000
+
+
 @dataclass(frozen=True)
 class Block:
-    """Seconds of a forward: by the clock, with what was to be written after it, of processors."""
+    """Seconds of a forward: by the clock, with what was to be written after it, of processors.
+
+    `faults`: how many pages a forward was given by the system.
+    """
 
     wall: float
     written: float
     processor: float
+    faults: float
 
 
 @dataclass
@@ -51,12 +60,17 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Rounds:
-    """All that was measured: `base`, a forward's seconds; `foreign`, others' share of the cores."""
+    """All that was measured: `base`, a forward's seconds; `foreign`, others' share of the cores.
+
+    `faults`: pages given to an untraced forward, in each block. `forwards`: of each case's block.
+    """
 
     ratios: Mapping[str, Ratios]
     base: float
     foreign: Sequence[float]
     dropped: int
+    faults: Sequence[float]
+    forwards: Mapping[str, int]
 
 
 def time_cases(
@@ -65,10 +79,11 @@ def time_cases(
 ) -> Rounds:  # fmt: skip
     """Time forwards of the model in each case; at most twice as many rounds as are kept."""
     feed = itertools.cycle(inputs)
-    forwards = _forwards_in(model, feed, block_s)
+    base = _fill_of(model, feed, block_s, lambda: None)
+    fill = {case.name: _of_case(case, model, feed, block_s, folder) for case in cases}
 
     def untraced() -> Block:
-        return _block(model, feed, forwards, lambda: None)
+        return _block(model, feed, base, lambda: None)
 
     done: list[tuple[float, dict[str, tuple[Block, Block, Block]]]] = []
     while len(done) < 2 * rounds and sum(load <= QUIET for load, _ in done) < rounds:
@@ -77,7 +92,7 @@ def time_cases(
         before = untraced()
         for case in (*cases[turn:], *cases[:turn]):
             with case.around(model, folder) as wait:
-                during = _block(model, feed, forwards, wait)
+                during = _block(model, feed, fill[case.name], wait)
             after = untraced()
             found[case.name] = during, before, after
             before = after
@@ -86,33 +101,65 @@ def time_cases(
     ratios = {case.name: Ratios() for case in cases}
     for name, one in ((name, one) for _, found in kept for name, one in found.items()):
         ratios[name].add(*one)
-    bases = [one.wall for _, found in kept for blocks in found.values() for one in blocks[1:]]
-    loads = [load for load, _ in kept]
-    return Rounds(ratios, statistics.median(bases), loads, len(done) - len(kept))
+    bases = [one for _, found in kept for blocks in found.values() for one in blocks[1:]]
+    return Rounds(
+        ratios, statistics.median(one.wall for one in bases), [load for load, _ in kept],
+        len(done) - len(kept), [one.faults for one in bases],
+        {name: one.forwards for name, one in fill.items()},
+    )  # fmt: skip
 
 
-def _forwards_in(model: nn.Module, feed: Iterator[Mapping[str, Any]], block_s: float) -> int:
-    """How many forwards fill a block; warms the model up."""
-    for forwards in (2, 3):
-        took = _block(model, feed, forwards, lambda: None).wall
-    return max(2, min(1000, round(block_s / took)))
+@dataclass(frozen=True)
+class Fill:
+    """How many forwards are timed in a block, and how many run before them."""
+
+    forwards: int
+    before: int = 1
+
+
+def _of_case(
+    case: Case, model: nn.Module, feed: Iterator[Mapping[str, Any]], block_s: float, folder: Path
+) -> Fill:
+    with case.around(model, folder) as wait:
+        return _fill_of(model, feed, block_s, wait)
+
+
+def _fill_of(
+    model: nn.Module, feed: Iterator[Mapping[str, Any]], block_s: float, wait: Callable[[], None]
+) -> Fill:
+    """Return what fills a block, at least 2 forwards; warms the model up.
+
+    What takes long is tried with a single forward, and what is short with more of them. A forward
+    that is longer than a block needs none before it: what the last case left in caches is little.
+    """
+    tried = 1
+    while True:
+        took = _block(model, feed, Fill(tried), wait).wall
+        fill = max(2, min(_MOST, round(block_s / took)))
+        if fill <= 8 * tried:
+            return Fill(fill, int(took < block_s))
+        tried = max(fill // 4, 2 * tried)
 
 
 def _block(
-    model: nn.Module, feed: Iterator[Mapping[str, Any]], forwards: int, wait: Callable[[], None]
+    model: nn.Module, feed: Iterator[Mapping[str, Any]], fill: Fill, wait: Callable[[], None]
 ) -> Block:
-    """Time forwards one after another, none the same as the one before; the first is not timed."""
+    """Time forwards one after another, none the same as the one before; `fill.before` are not."""
+    forwards = fill.forwards
     with torch.no_grad():
-        model(**next(feed))
+        for _ in range(fill.before):
+            model(**next(feed))
         wait()
-        processor, start = time.process_time(), time.perf_counter()
+        faults, processor, start = page_faults(), time.process_time(), time.perf_counter()
         for _ in range(forwards):
             model(**next(feed))
         end = time.perf_counter()
         wait()
         written = time.perf_counter()
-    took = time.process_time() - processor
-    return Block((end - start) / forwards, (written - start) / forwards, took / forwards)
+    took, faults = time.process_time() - processor, page_faults() - faults
+    return Block(
+        (end - start) / forwards, (written - start) / forwards, took / forwards, faults / forwards
+    )
 
 
 def summary(ratios: Sequence[float]) -> dict[str, float]:

@@ -1,11 +1,14 @@
 """Tracing a program that knows nothing of it: every model it calls, from its first call on.
 
 While it is on, the outermost ``module(...)`` of each thread is looked at; a module that is not part
-of a model traced already becomes one. Calls inside a model go their usual way.
+of a model traced already becomes one. Calls inside a model go their usual way. Where the program
+called a part of a model first, as an encoder by itself, the model's trace begins with what was
+recorded of the part, under the names that it has in the model.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -19,6 +22,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from polyattn.errors import TraceError, near_matches
+from polyattn.hooks.activation_trace.earlier import Earlier, hook_of
 from polyattn.hooks.activation_trace.perturbation import Perturbation, perturbation_of
 from polyattn.hooks.activation_trace.run import HOOK, ActivationTrace
 from polyattn.hooks.activation_trace.selection import Nothing, fitting, settled
@@ -62,6 +66,7 @@ class ProgramTrace:
         self._path = Path(path)
         self._options = options
         self._before, self._after = before, after
+        self._named: dict[ActivationTrace, Path] = {}
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changing = threading.RLock()
         self._lacking: dict[str, list[Nothing]] = {"layers": [], "tensors": []}
@@ -92,7 +97,8 @@ class ProgramTrace:
         options = self._fitting(model)
         if options is None:
             return
-        if len(self.runs) == _MOST:
+        parts, like = self._parts_of(model)
+        if len(self.runs) - len(parts) >= _MOST:
             reason = f"{_MOST} models are traced, and the program seems to call layers one by one"
             if all(one.reason != reason for one in self.left_out):
                 logger.warning(
@@ -103,14 +109,56 @@ class ProgramTrace:
         if self._before is not None:
             self._before(model)
         try:
-            self.runs.append(ActivationTrace(model, self._file(model), **options))
-            if self._after is not None:
-                self._after(self.runs[-1])
+            for run in like:
+                run.close()
+            self._begin(model, options, parts)
         except TraceError as error:
             if not self.runs:
                 raise  # nothing can be recorded, as the file or the options are wrong
             logger.warning("a %s is not traced: %s", type(model).__name__, error)
             self.left_out.append(LeftOut(type(model).__name__, str(error)))
+
+    def _begin(
+        self, model: nn.Module, options: dict[str, Any], parts: list[ActivationTrace]
+    ) -> None:
+        """Trace a model; of parts that were traced before, the trace goes on in the model's."""
+        if not parts:
+            path, at = self._file(model), len(self.runs)
+            self.runs.append(ActivationTrace(model, path, **options))
+        else:
+            path, at = self._named[parts[0]], self.runs.index(parts[0])
+            earlier = Earlier(model, parts, parts[0].path)
+            try:
+                run = ActivationTrace(model, path, **options, earlier=earlier)
+            except BaseException:
+                earlier.restore()
+                raise
+            earlier.remove()
+            self.runs[at] = run
+            self.runs = [one for one in self.runs if one not in parts]
+            for part in parts:
+                del self._named[part]
+        self._named[self.runs[at]] = path
+        if self._after is not None:
+            self._after(self.runs[at])
+
+    def _parts_of(self, model: nn.Module) -> tuple[list[ActivationTrace], list[ActivationTrace]]:
+        """The traces of parts of a model; and of models that it has all the weights of, and more.
+
+        None at all if anything else of the model is traced: then it cannot be.
+        """
+        modules = set(model.modules())
+        runs = [one for one in self.runs if one.attached and not modules.isdisjoint(_modules(one))]
+        parts = [one for one in runs if one.model in modules]
+        like = [one for one in runs if one.model not in modules]
+        weights = set(model.parameters())
+        others = {hook.recorder for one in modules if (hook := hook_of(one)) is not None}
+        others -= {one.recorder for one in runs}
+        fits = not others and all(set(one.model.parameters()) < weights for one in like)
+        for run in runs:
+            run.flush()
+            fits = fits and run.sink.error is None
+        return (parts, like) if fits else ([], [])
 
     def _fitting(self, model: nn.Module) -> dict[str, Any] | None:
         """The options for a model; None for one that has none of the layers, which is left out."""
@@ -141,10 +189,13 @@ class ProgramTrace:
     def _file(self, model: nn.Module) -> Path:
         if not self.runs:
             return self._path
-        name = type(model).__name__
-        same = sum(type(run.model).__name__ == name for run in self.runs[1:])
-        more = f"-{same + 1}" if same else ""
-        return self._path.with_name(f"{self._path.stem}.{name}{more}{self._path.suffix}")
+        name, taken = type(model).__name__, set(self._named.values())
+        for number in itertools.count(1):
+            more = f"-{number}" if number > 1 else ""
+            path = self._path.with_name(f"{self._path.stem}.{name}{more}{self._path.suffix}")
+            if path not in taken:
+                break
+        return path
 
     def close(self) -> None:
         """End all the traces; raises the first of their complaints.
@@ -162,6 +213,10 @@ class ProgramTrace:
                 errors.append(_chose_nothing(argument, nothing))
         if errors:
             raise errors[0]
+
+
+def _modules(run: ActivationTrace) -> set[nn.Module]:
+    return set(run.model.modules())
 
 
 def _chose_nothing(argument: str, nothing: list[Nothing]) -> TraceError:
@@ -187,7 +242,8 @@ def trace_any(
     """Trace every model that the program calls inside, without a change to it.
 
     The first goes to `path`; each further one has its class in the file's name, as
-    ``run.AutoencoderKL.jsonl``. `options` are those of :func:`polyattn.hooks.trace`. A model that
+    ``run.AutoencoderKL.jsonl``. A model whose parts were called before has these records too, and
+    the file of the first of them. `options` are those of :func:`polyattn.hooks.trace`. A model that
     has none of the `layers` is left out, as are modules without parameters and children, as losses;
     `tensors` may be in some of the models only. `before` is called with each model that is to be
     traced, before its first call, `after` with its trace, which is attached then. With `perturb`

@@ -31,17 +31,24 @@ __all__ = ["TraceHook"]
 class TraceHook(ForwardHook):
     """Tells `recorder` of every call of one module.
 
-    `name`: the module's. `whole`: whether its tensors are kept whole.
+    `name`: the module's. `whole`: whether its tensors are kept whole. `after`: the hook of it that
+    this one goes on for, in another trace. `first`: the number of its first call.
     """
 
-    def __init__(self, recorder: Recorder, module: nn.Module, name: str, whole: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, module: nn.Module, name: str, whole: bool,
+        after: TraceHook | None = None,
+    ) -> None:  # fmt: skip
         self.recorder = recorder
         self.module = weakref.ref(module)
         self.name = name
         self.head = head_of(name, type(module).__name__)
         self.whole = whole
-        self.next_call = itertools.count().__next__
-        self.recorded_weights: dict[str, tuple[int, int]] = {}
+        self.first: int = 0 if after is None else after.next_call()
+        self.next_call: Callable[[], int] = itertools.count(self.first).__next__
+        self.recorded_weights: dict[str, tuple[int, int]] = (
+            {} if after is None else dict(after.recorded_weights)
+        )
         self.order = recorder.order
         with torch.inference_mode(False):
             # A tensor, for torch.compile guards on numbers: blocks would not share their code.

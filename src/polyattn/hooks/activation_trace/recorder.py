@@ -122,6 +122,12 @@ class Recorder:
         """How many were handed over."""
         return self._records + (0 if self._native is None else self._native.written)
 
+    def go_on(self, seq: int, records: int) -> None:
+        """Before any record: go on after those that others wrote; `seq` is the next to give."""
+        for _ in range(seq):
+            self._next_seq()
+        self._records += records
+
     def lane(self) -> Lane:
         """Return the lane of this thread."""
         lane = self._lanes.get(get_ident())

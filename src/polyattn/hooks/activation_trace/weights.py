@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
 
@@ -10,10 +15,12 @@ from polyattn.hooks.activation_trace.tensors import plain
 from polyattn.hooks.activation_trace.torch_statistics import real_values
 from polyattn.trace.encoding import pack
 
-__all__ = ["weight_fingerprint", "weight_fingerprints"]
+__all__ = ["remembered_fingerprints", "weight_fingerprint", "weight_fingerprints"]
 
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
 _Along = list[list[Tensor]]
+_Key = tuple[torch.dtype, torch.Size, bytes]
+_memory: ContextVar[dict[_Key, object] | None] = ContextVar("fingerprints", default=None)
 
 
 def weight_fingerprints(model: nn.Module) -> dict[str, object]:
@@ -25,10 +32,46 @@ def weight_fingerprints(model: nn.Module) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
-            made[id(parameter)] = weight_fingerprint(parameter)
+            made[id(parameter)] = _remembered(parameter)
         if made[id(parameter)] is not None:
             found[name] = made[id(parameter)]
     return found
+
+
+@contextmanager
+def remembered_fingerprints() -> Iterator[None]:
+    """Compute the fingerprint of a weight's values once while this is on, as of copies of a model.
+
+    Values are known again by their bytes, never by where they are: what changed is computed anew.
+
+    >>> model = nn.Linear(2, 2)
+    >>> with remembered_fingerprints():
+    ...     weight_fingerprints(model) == weight_fingerprints(model)
+    True
+    """
+    token = _memory.set({})
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def _remembered(weight: Tensor) -> object:
+    memory = _memory.get()
+    if memory is None or not _in_bytes(weight):
+        return weight_fingerprint(weight)
+    with torch.no_grad():
+        stored = weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    key = weight.dtype, weight.shape, hashlib.blake2b(stored.data, digest_size=32).digest()
+    if key not in memory:
+        memory[key] = weight_fingerprint(weight)
+    return memory[key]
+
+
+def _in_bytes(weight: Tensor) -> bool:
+    """Whether its bytes are all that there is to its values."""
+    usual = type(weight) is nn.Parameter and weight.is_cpu and weight.layout == torch.strided
+    return usual and not weight.is_quantized and not weight.is_complex()
 
 
 def weight_fingerprint(weight: Tensor) -> object:

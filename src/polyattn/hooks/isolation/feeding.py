@@ -95,7 +95,8 @@ def feeding(model: nn.Module, feed: Feed) -> Iterator[None]:
             manager = ModuleHookManager.of(modules[name])
             if HOOK not in manager or _OUTPUTS in manager:
                 continue
-            outputs = _Outputs(feed, name)
+            hook: Any = manager.get(HOOK)
+            outputs = _Outputs(feed, name, hook.first)
             stack.enter_context(manager.attach(_OUTPUTS, outputs, before=HOOK))
             stack.enter_context(manager.attach(_INPUTS, _Inputs(outputs), after=HOOK))
         yield
@@ -121,10 +122,10 @@ class _Calls(threading.local):
 class _Outputs(ForwardHook):
     """The outer of the two: counts the calls as the trace does, feeds what comes out."""
 
-    def __init__(self, feed: Feed, name: str) -> None:
+    def __init__(self, feed: Feed, name: str, first: int) -> None:
         self.feed, self.name = feed, name
         self.calls = _Calls()
-        self._next = itertools.count().__next__
+        self._next = itertools.count(first).__next__
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Count the call."""

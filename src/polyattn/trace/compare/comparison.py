@@ -104,10 +104,13 @@ class _Comparison:
         if culprit is not None and culprit.kind != "parameter":
             others = _others(calls, walk, culprit) if not isolated else _further(walk, culprit)
             culprit = replace(culprit, others=others)
+        perturbed = guards.perturbation(a, b)
         found = [
-            guards.inputs(calls, walk.start, walk.unlike), guards.weights(counted, weights),
-            steady, steps, guards.dtypes(calls), guards.flags(a, b), guards.ended(a, b),
+            guards.inputs(calls, walk.start, walk.unlike), perturbed,
+            guards.weights(counted, weights), steady, steps, guards.dtypes(calls),
+            guards.flags(a, b), guards.ended(a, b),
         ]  # fmt: skip
+        notes += [perturbed.said] if perturbed.holds and perturbed.said else []
         blamed = walk.blamed if _activation(culprit) else None
         reasons = self._reasons(calls, walk, steps, unsteady, counted)
         return Verdict(

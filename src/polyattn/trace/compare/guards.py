@@ -15,9 +15,12 @@ from polyattn.trace.compare.parameters import Difference
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.verdict import Guard
 from polyattn.trace.contents import Trace
+from polyattn.trace.perturbed import seeds_of
 from polyattn.trace.reader import read
 
-__all__ = ["Reruns", "dtypes", "ended", "flags", "inputs", "repeats", "steps", "weights"]
+__all__ = [
+    "Reruns", "dtypes", "ended", "flags", "inputs", "perturbation", "repeats", "steps", "weights",
+]  # fmt: skip
 
 Given = Trace | str | Path
 Reruns = Mapping[str, Given | Sequence[Given]] | None
@@ -72,6 +75,20 @@ def flags(a: Side, b: Side) -> Guard:
         return Guard("flags", None, f"not comparable ({error})")
     said = lines(found)
     return Guard("flags", not found, "; ".join(said[:6]) + ("; ..." if len(said) > 6 else ""))
+
+
+def perturbation(a: Side, b: Side) -> Guard:
+    """Whether both runs had their weights moved by the same seed, or neither, and what is said."""
+    one, other = (seeds_of(side.trace) for side in (a, b))
+    if one == other:
+        both = f"both were recorded with perturbed weights, --perturb {one}" if one else ""
+        return Guard("perturbation", True, both)
+    said = "; ".join(
+        f"the {side.name} was recorded with --perturb {seed}" if seed
+        else f"the {side.name} with the weights as they are"
+        for side, seed in ((a, one), (b, other))
+    )  # fmt: skip
+    return Guard("perturbation", False, f"{said}: every weight that was moved differs by that")
 
 
 def dtypes(calls: Sequence[Called]) -> Guard:
