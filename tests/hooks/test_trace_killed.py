@@ -218,4 +218,5 @@ GROWS = """
 @LINES
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 def test_the_process_does_not_grow_with_what_is_remembered(tmp_path: Path, lines: str) -> None:
+    pytest.importorskip("transformers")
     assert float(run(lines, GROWS, tmp_path / "run.jsonl")) < 24  # MiB: its one block, and a little
