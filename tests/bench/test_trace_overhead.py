@@ -96,7 +96,7 @@ def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
 
 @contextlib.contextmanager
 def slow(model, folder):
-    handle = model.register_forward_hook(lambda *_: time.sleep(0.03))
+    handle = model.register_forward_hook(lambda *_: time.sleep(0.15))
     try:
         yield lambda: None
     finally:
@@ -108,9 +108,9 @@ def test_a_case_has_the_forwards_that_fill_a_block_of_its_own(tmp_path) -> None:
     model, called = torch.nn.Linear(4, 4), []
     model.register_forward_pre_hook(lambda *_: called.append(time.perf_counter()))
     inputs = [{"input": torch.ones(1, 4)}]
-    found = time_cases(model, inputs, cases, tmp_path, rounds=1, block_s=0.02)
-    assert found.forwards["slow"] == 2 and found.forwards["plain"] > 20
-    assert found.ratios["slow"].wall[0] > 20
+    found = time_cases(model, inputs, cases, tmp_path, rounds=1, block_s=0.2)
+    assert found.forwards["slow"] == 2 and found.forwards["plain"] > 10
+    assert found.ratios["slow"].wall[0] > 5
 
 
 def test_a_forward_that_fills_a_block_needs_none_before_it(tmp_path) -> None:

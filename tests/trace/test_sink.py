@@ -261,6 +261,25 @@ def test_close_is_idempotent_and_a_blocks_own_error_is_seen(tmp_path, background
         raise KeyError
 
 
+@BOTH
+def test_a_close_that_was_interrupted_is_done_again(tmp_path, background):
+    answers = [KeyboardInterrupt, None]
+
+    def last():
+        if answers.pop(0):
+            raise KeyboardInterrupt
+        return {"end": 1}
+
+    sink = JsonlSink(tmp_path / "run.jsonl", background=background, last=last)
+    sink.write({"a": 1})
+    with pytest.raises(KeyboardInterrupt):
+        sink.close()
+    assert not sink.closed
+    sink.write({"b": 1})
+    sink.close()
+    assert lines(tmp_path / "run.jsonl") == [{"a": 1}, {"b": 1}, {"end": 1}]
+
+
 def test_rank_path(tmp_path):
     assert rank_path(tmp_path / "a.b.jsonl", 0, 2) == tmp_path / "a.b.rank0.jsonl"
 

@@ -276,11 +276,11 @@ class JsonlSink:
             if self._ending or self._closed:
                 return
             self._ending = True
-        if self._last is not None and self.error is None:
-            line = self._last()
-            self.extend((one for one in (line,) if one is not None), 0)
-        if self._mine():
-            self._drain()
+        try:
+            self._end()
+        except BaseException:  # an interrupt: it can be closed again, at exit at the latest
+            self._ending = False
+            raise
         with self._changed:
             self._closed = True
             self._settle()
@@ -290,6 +290,13 @@ class JsonlSink:
         with self._writing:
             self._output.close()
         _open.discard(self)
+
+    def _end(self) -> None:
+        if self._last is not None and self.error is None:
+            line, self._last = self._last(), None
+            self.extend((one for one in (line,) if one is not None), 0)
+        if self._mine():
+            self._drain()
 
     def __enter__(self) -> Self:
         return self
