@@ -67,12 +67,12 @@ class ActivationTrace:
     numbers or ``"0,5"``, ``"0-3"``. `tensors`: the modules whose tensors are kept whole, named as
     in `layers` (recorded even if not among those). `gradients`, `parameters`: record these too.
     `inputs`: record what goes in. `overwrite`: replace a file. `weights`: put fingerprints of all
-    weights into the header, one pass over the model. `immediate`: have nothing wait:
-    records of a device, and whole tensors, too are written before the model goes on, which is slow
-    and for finding what kills a process. `perturb`: a seed; until the
-    trace is closed every weight is multiplied by ``1 + eps * u``, u random in -1..1 and eps the
-    spacing of its dtype, as ``polyattn trace calibrate`` needs it. `earlier`: what was recorded of
-    parts of the model before, to begin with.
+    weights into the header, one pass over the model. `immediate`: have nothing wait, so that also
+    records of a device and whole tensors are written before the model goes on; slow, and for
+    finding what kills a process. `perturb`: a seed; until the trace is closed every weight is
+    multiplied by ``1 + eps * u``, u random in -1..1 and eps the spacing of its dtype, as
+    ``polyattn trace calibrate`` needs it. `earlier`: what was recorded of parts of the model
+    before, to begin with.
 
     `path` is where the trace is, with the rank in its name if there are several. Raises TraceError
     for options that mean nothing, a file that cannot be written, and a model that is traced
