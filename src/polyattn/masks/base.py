@@ -77,6 +77,19 @@ class Mask:
         """The alignment this mask fixes, or None when it takes that of what it is joined with."""
         return None
 
+    static: ClassVar[bool] = False
+    """Whether masks of this class carry no arrays."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the tree carries no arrays, so that the lengths determine the mask."""
+        return all([leaf.static for leaf in self.leaves()])
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the class is called with to make this mask again: numbers, names and arrays."""
+        raise NotImplementedError
+
     @property
     def parts(self) -> tuple[Mask, ...]:
         """The masks that an And or Or joins; empty for a leaf."""
@@ -123,6 +136,12 @@ class Full(Mask):
     (True, True)
     """
 
+    static = True
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return ()
+
     @property
     def signature(self) -> str:
         return "Full()"
@@ -138,6 +157,10 @@ class Joined(Mask):
     members: tuple[Mask, ...]
     sign: ClassVar[str]
     both: ClassVar[Any]  # joins what two members allow
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.members,)
 
     @property
     def parts(self) -> tuple[Mask, ...]:

@@ -48,6 +48,10 @@ class BlockMap(Mask):
             )
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.block_q, self.block_k, self.indices, self.counts)
+
+    @property
     def signature(self) -> str:
         b, n, nq, m = shape_of(self.indices)
         return f"BlockMap({self.block_q}, {self.block_k}, {b}x{n}x{nq}x{m})"
@@ -80,6 +84,10 @@ class Dense(Mask):
         store(
             self, "mask", integers("Dense(mask)", self.mask, (0, 1, 2, 3, 4), "(B, N, T, S)", True)
         )
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.mask,)
 
     @property
     def signature(self) -> str:

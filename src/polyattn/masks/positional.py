@@ -40,6 +40,12 @@ class Causal(Mask):
                 f"got Causal(align={self.align!r}), expected 'bottom_right' or 'top_left'."
             )
 
+    static = True
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.align,)
+
     @property
     def signature(self) -> str:
         return "Causal()" if self.align == "bottom_right" else "Causal('top_left')"
@@ -74,6 +80,12 @@ class Window(Mask):
                     "unbounded (some libraries write -1 for that)."
                 )
 
+    static = True
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.left, self.right)
+
     @property
     def signature(self) -> str:
         return f"Window(left={self.left}, right={self.right})"
@@ -104,6 +116,10 @@ class PrefixLM(Mask):
 
     def __post_init__(self) -> None:
         store(self, "lengths", integers("PrefixLM(lengths)", self.lengths, (1,), "(B,)"))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.lengths,)
 
     @property
     def signature(self) -> str:

@@ -34,6 +34,10 @@ class Padding(Mask):
             store(self, name, integers(f"Padding({name}=...)", getattr(self, name), (1,), "(B,)"))
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.q_lengths, self.kv_lengths)
+
+    @property
     def signature(self) -> str:
         return f"Padding(q={describe(self.q_lengths)}, kv={describe(self.kv_lengths)})"
 
@@ -75,6 +79,10 @@ class Packed(Mask):
             )
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.cu_q, self.cu_kv)
+
+    @property
     def signature(self) -> str:
         return f"Packed(q={describe(self.cu_q)}, kv={describe(self.cu_kv)})"
 
@@ -106,6 +114,10 @@ class Segments(Mask):
         store(self, "q_ids", integers("Segments(q_ids=...)", self.q_ids, (1, 2), "(T,) or (B, T)"))
         both = self.q_ids if self.kv_ids is None else self.kv_ids
         store(self, "kv_ids", integers("Segments(kv_ids=...)", both, (1, 2), "(S,) or (B, S)"))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.q_ids, self.kv_ids)
 
     @property
     def signature(self) -> str:

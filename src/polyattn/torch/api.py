@@ -11,9 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch._C import _current_graph_task_id, is_grad_enabled
 from torch._C import _get_deterministic_algorithms as _determined
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
@@ -24,14 +22,15 @@ from polyattn.problem import Problem
 from polyattn.requests import Request
 from polyattn.selection import Selection
 from polyattn.torch import recompute
-from polyattn.torch.dispatch import dispatch, resolve, runner, table
+from polyattn.torch.cache import Key, switches, table
+from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
-from polyattn.torch.resolve import choose, wishes
+from polyattn.torch.resolve import choose
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]
 
-_entries, _plain = table.entries, table.plain
+_rows, _plain = table.rows, table.plain
 _NOTHING: tuple[Any, Any] = (None, None)
 _state, _local = scopes.state, scopes.local
 _scope, _recorders = scopes.scope.get, scopes.recording.get
@@ -85,50 +84,68 @@ def attention(
     if is_dynamo_compiling():
         return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
                                 layout, return_lse, deterministic, backend, None)  # fmt: skip
-    if (
-        mask is None and bias is None and scale is None and softcap is None and sinks is None
-        and deterministic is None and backend is None and dropout_p == 0.0 and not return_lse
-        and (not _state.armed or _is_alone())
-    ):  # fmt: skip
-        try:  # the shortest way, for the plainest call
-            check, plain, operator, determined, environ, others = _plain[layout]
+    held = run = operator = None
+    try:
+        if query.is_nested or key.is_nested or value.is_nested:  # which no check can take
+            raise LookupError
+        if (
+            mask is None and bias is None and scale is None and softcap is None and sinks is None
+            and deterministic is None and backend is None and dropout_p == 0.0 and not return_lse
+            and (not _state.armed or _is_alone())
+        ):  # fmt: skip
+            # the shortest way, for the plainest call
+            check, run, operator, determined, environ, others = _plain[layout]
             if not check(query, key, value):
-                plain, operator = next((o[1:] for o in others if o[0](query, key, value)), _NOTHING)
-        except (TypeError, KeyError):  # no tensors, or a new layout
-            plain = determined = None
-        if determined is _determined() and environ is _environ(_BACKEND) and plain:
-            return operator(query, key, value)[0] if operator else plain(query, key, value, None)
-    run: Any = None
-    if bias is None and sinks is None and not (_state.armed and _is_watched()):
-        try:
-            options: Any = (
-                layout, None if mask is None else mask.signature, scale, backend,
-                (_scope(None), _local.traced, _local.module) if _state.armed else None,
-                _determined(), _environ(_BACKEND),
-            )  # fmt: skip
-            if softcap is not None or dropout_p != 0.0 or return_lse or deterministic is not None:
-                options += softcap, dropout_p, return_lse, deterministic
-            check, run, every = _entries[options]
-            if not check(query, key, value):
-                run = next((r for c, r, _ in every if c(query, key, value)), None)
-        except (LookupError, TypeError, AttributeError):
-            run = None  # a new class of calls, or a wrong one: both are for the long way
+                run, operator = next((o[1:] for o in others if o[0](query, key, value)), _NOTHING)
+            if (
+                determined is not _determined() or environ is not _environ(_BACKEND)
+                or switches() is not None
+            ):  # fmt: skip
+                run = operator = None
+    except _STRANGE:  # no tensors, or a new layout
+        run = operator = None
+    if operator is not None:
+        return operator(query, key, value)[0]
+    if run is None:
+        held, run = _find(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
+                          layout, return_lse, deterministic, backend)  # fmt: skip
     if run is not None:
-        return run(query, key, value, mask)
-    return dispatch(
-        query, key, value, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks,
-        dropout_p=dropout_p, layout=layout, return_lse=return_lse, deterministic=deterministic,
-        backend=backend,
-    )  # fmt: skip
+        return run(query, key, value, mask, bias, sinks)
+    options = {
+        "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
+        "deterministic": deterministic,
+    }  # fmt: skip
+    return dispatch(AttentionWay(options), held, query, key, value, (mask, bias, sinks), backend)
+
+
+# what looking a call up may raise: its options are anything, and it may be no call at all
+_STRANGE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)
+
+
+def _find(q: Any, k: Any, v: Any, *options: Any) -> tuple[Key | None, Any]:
+    """Return the key of a call, or None if it has none, and what runs it, if that is known."""
+    held = None
+    try:
+        if q.is_nested or k.is_nested or v.is_nested:
+            return None, None
+        held = Key.of(*options)
+        if _state.armed and _is_watched():
+            return held, None
+        check, run, by_shapes = _rows[held]
+        if check(q, k, v):
+            return held, run
+        for entry in by_shapes[q.shape, k.shape, v.shape]:
+            if entry.check(q, k, v):
+                return held, entry.run
+    except _STRANGE:
+        pass  # a new class of calls, or a wrong one: both are for the long way
+    return held, None
 
 
 def _is_watched() -> bool:
     """Say whether a recorder or a checkpointed region wants to know of this call."""
-    if _recorders(None):
-        return True
-    if is_grad_enabled():
-        return _current_graph_task_id() != -1 or _top_saved_tensors_default_hooks(False) is not None
-    return recompute.is_possible()
+    return bool(_recorders(None)) or recompute.is_possible()
 
 
 def _is_alone() -> bool:
@@ -150,8 +167,9 @@ def plan(query: Tensor, key: Tensor, value: Tensor, *, backend: Any = None, **op
     (torch.Size([1, 4, 2, 8]), 'sdpa_flash')
     """
     options = {**_DEFAULTS, **_known_options(options)}
-    chosen, call = resolve(query, key, value, backend, None, options)
-    run = runner(chosen, call)
+    way = AttentionWay(options)
+    chosen, call = resolve(way, query, key, value, backend)
+    run = way.runner(chosen, call)
     mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
     if (
         call.mask is None
@@ -200,8 +218,7 @@ def explain(
     layer = None
     if supported_attention_backends is not None:
         layer = frozenset(Request.make(supported_attention_backends).names)
-    asked = wishes(backend, layer, scopes.current_scope(), _local.module)
-    selection = choose(problem, asked, facts)
+    selection = choose(problem, wishes_here(backend, layer), facts)
     if call is None or facts is not None or not query.is_cuda:
         return selection
     from polyattn.torch.flags.torch_reasons import explained  # only here: calls do not need it

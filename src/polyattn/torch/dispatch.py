@@ -1,121 +1,172 @@
 """The long way of a call, once for each class of calls, and what the short ways share.
 
 A call is admitted (checked, made a Problem), a backend is chosen and its kernel prepared; the
-result is remembered under the options of the call. Checkpointed regions and recorders are served
-here, too.
+result is remembered under the key of the call. Checkpointed regions and recorders are served
+here, too. Each way in is a :class:`Way` in front of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _get_deterministic_algorithms, is_grad_enabled
 
-from polyattn import scopes, settings
+from polyattn import scopes
 from polyattn.decide import Wishes
 from polyattn.errors import Unsupported
 from polyattn.registry import registry
 from polyattn.selection import Rejected
 from polyattn.torch import recompute
+from polyattn.torch.cache import Entry, Key, switches, table, tensor_check
 from polyattn.torch.door import Call, admit, rebind
 from polyattn.torch.empty import answer_empty
-from polyattn.torch.fastpath import Entry, FastTable, tensor_check
-from polyattn.torch.masking import is_static
 from polyattn.torch.resolve import Plan, plan_for, prepared, wishes
 
-__all__ = ["PLAIN", "around", "dispatch", "resolve", "runner", "table"]
+__all__ = ["AttentionWay", "Way", "dispatch", "resolve", "runner", "switched_on", "wishes_here"]
 
-PLAIN = (Tensor, torch.nn.Parameter)
-"""The types of tensors that the fast tables hold; others take the long way each time."""
-
-table = FastTable()
 _state, _local = scopes.state, scopes.local
 
 
-def around() -> Any:
-    """Return what is in force around a call, as part of a key; None if nothing ever was."""
-    if not _state.armed:
-        return None
-    return scopes.scope.get(None), _local.traced, _local.module
+class Way(Protocol):
+    """One way in: how its calls are admitted, and what runs them."""
+
+    def admit(self, q: Any, k: Any, v: Any) -> Call:
+        """Check the call."""
+
+    def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
+        """Return ``run(q, k, v, *arguments)`` around the plan's kernel."""
+
+
+@dataclass(frozen=True)
+class AttentionWay:
+    """Calls of ``attention``: `options` are its own."""
+
+    options: dict[str, Any]
+
+    def admit(self, q: Any, k: Any, v: Any) -> Call:
+        return admit(q, k, v, **self.options)
+
+    def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
+        return runner(plan, call)
 
 
 def dispatch(
-    q: Any, k: Any, v: Any, *, backend: Any, layer: frozenset[str] | None = None, **options: Any
+    way: Way, key: Key | None, q: Any, k: Any, v: Any, arguments: tuple[Any, ...], backend: Any
 ) -> Any:
-    """Resolve what the fast table does not hold, replay checkpointed regions, record."""
+    """Resolve what the table does not hold, replay checkpointed regions, record, run.
+
+    `arguments`: what the way's runner takes beside q, k and v. Without a `key` nothing is
+    remembered.
+    """
+    key = _with_cast(key, q)
     regions = recompute.regions() if _state.armed and recompute.is_possible() else None
     entry: Entry | None = None
     if regions is not None:
-        place = (*_shape_key(q, k, v, options), layer)
+        place = (q.shape, k.shape, v.shape, q.dtype, *_kind(key))
         replayed, entry = regions.replay(place)
         if replayed and entry is None:  # the forward pass was under no request
-            entry = _entry(q, k, v, backend, layer, options, asked=False)
-        elif entry is not None and not entry[0](q, k, v):
-            entry = _again(entry, q, k, v, backend, layer, options)
+            entry = _entry(way, None, q, k, v, backend, asked=False)
+        elif entry is not None and not entry.check(q, k, v):
+            entry = _again(entry, way, key, q, k, v, backend)
     if entry is None:
-        entry = _entry(q, k, v, backend, layer, options)
+        entry = _entry(way, key, q, k, v, backend)
     if regions is not None:
         regions.note(place, entry)
     for ran in scopes.recording.get(()):
-        ran.append(entry[2].selection)
-    return entry[1](q, k, v, options["mask"], options["bias"], options["sinks"])
+        ran.append(entry.plan.selection)
+    return entry.run(q, k, v, *arguments)
 
 
-def resolve(
-    q: Any, k: Any, v: Any, backend: Any, layer: frozenset[str] | None, options: Any
-) -> tuple[Plan, Call]:
+def _with_cast(key: Key | None, q: Any) -> Key | None:
+    """Add what autocast casts to, which the check of tensors does not see; only this way does."""
+    kind = q.device.type if isinstance(q, Tensor) else ""
+    if key is None or kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return key
+    return key._replace(cast=torch.get_autocast_dtype(kind))
+
+
+def _kind(key: Key | None) -> tuple[Any, ...]:
+    return () if key is None else (key.mask, key.return_lse, key.door)
+
+
+def resolve(way: Way, q: Any, k: Any, v: Any, backend: Any) -> tuple[Plan, Call]:
     """Admit a call and plan it under the wishes in force here."""
-    call = admit(q, k, v, **options)
-    return plan_for(
-        call.problem, wishes(backend, layer, scopes.current_scope(), _local.module)
-    ), call
+    call = way.admit(q, k, v)
+    return plan_for(call.problem, wishes_here(backend)), call
+
+
+def wishes_here(backend: Any = None, layer: frozenset[str] | None = None) -> Wishes:
+    """Gather what is asked for here; torch's own switches count where polyattn is asked nothing.
+
+    A program that turns torch's kernels off, as ``torch.nn.attention.sdpa_kernel`` does, has said
+    what is to run: the kernels that are left, and nothing else.
+    """
+    wanted = wishes(backend, layer, scopes.current_scope(), _local.module)
+    left = None if wanted.ordered() else switched_on()
+    if left is None:
+        return wanted
+    return replace(wanted, layer=left if layer is None else left & layer)
+
+
+def switched_on() -> frozenset[str] | None:
+    """Return the kernels that torch's own switches leave, or None when all are on."""
+    found = switches()
+    names = "sdpa_flash", "sdpa_efficient", "sdpa_math", "sdpa_cudnn"
+    return None if found is None else frozenset(n for n, on in zip(names, found, strict=True) if on)
 
 
 def _entry(
-    q: Any, k: Any, v: Any, backend: Any, layer: frozenset[str] | None, options: Any,
-    asked: bool = True,
-) -> Entry:  # fmt: skip
-    """Return the cached entry of a call, or make one; not `asked`: as if under no request."""
-    key = _key(q, options, backend, layer) if asked else None
-    found = table.find(key, q, k, v) if key is not None else None
+    way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any, asked: bool = True
+) -> Entry:
+    """Return the remembered entry of a call, or make one; not `asked`: as if under no request."""
+    found = table.find(key, q, k, v)
     if found is not None:
         return found
     epoch = _state.epoch
-    call = admit(q, k, v, **options)
-    wanted = wishes(backend, layer, scopes.current_scope(), _local.module)
+    call = way.admit(q, k, v)
+    wanted = wishes_here(backend)
     if not asked:
         wanted = Wishes(
-            call=wanted.call, env=wanted.env, layer=layer, on_unsupported=wanted.on_unsupported
+            call=wanted.call,
+            env=wanted.env,
+            layer=wanted.layer,
+            on_unsupported=wanted.on_unsupported,
         )
-    plan = plan_for(call.problem, wanted)
-    entry = (tensor_check(q, k, v), runner(plan, call), plan)
-    if key is not None and type(q) in PLAIN:
-        table.add(key, entry, epoch)
+    return _remember(way, plan_for(call.problem, wanted), call, key, q, k, v, epoch)
+
+
+def _remember(
+    way: Way, plan: Plan, call: Call, key: Key | None, q: Any, k: Any, v: Any, epoch: str
+) -> Entry:
+    run = way.runner(plan, call)
+    entry = Entry(tensor_check(q, k, v), run, plan, getattr(run, "operator", None))
+    table.add(key, entry, q, k, v, epoch)
     return entry
 
 
-def _again(entry: Entry, q: Any, k: Any, v: Any, backend: Any, layer: Any, options: Any) -> Entry:
+def _again(
+    entry: Entry, way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any
+) -> Entry:
     """Prepare the noted choice for a recomputation that differs from the forward pass.
 
     Reentrant checkpointing runs the forward pass without gradients and computes again with them,
     which another kernel of the same backend may be for.
     """
-    noted = entry[2].selection
-    key = _key(q, options, backend, layer)
-    key = None if key is None else (*key, "again", noted.backend, noted.source, str(noted.config))
-    found = table.find(key, q, k, v) if key is not None else None
+    noted = entry.plan.selection
+    if key is not None:
+        key = key._replace(noted=(noted.backend, noted.source, str(noted.config)))
+    found = table.find(key, q, k, v)
     if found is not None:
         return found
     epoch = _state.epoch
-    call = admit(q, k, v, **options)
+    call = way.admit(q, k, v)
     if reasons := registry[noted.backend].check(call.problem):
         if not noted.source.is_request:
-            return _entry(q, k, v, backend, layer, options, asked=False)
+            return _entry(way, None, q, k, v, backend, asked=False)
         decisions = {**noted.decisions, noted.backend: Rejected(reasons)}
         raise Unsupported(
             f"got a recomputation of a forward pass that ran on {noted.backend} ({noted.source}), "
@@ -125,44 +176,7 @@ def _again(entry: Entry, q: Any, k: Any, v: Any, backend: Any, layer: Any, optio
         )
     selection = replace(noted, problem=call.problem)
     plan = Plan(selection, prepared(selection, call.problem))
-    again = (tensor_check(q, k, v), runner(plan, call), plan)
-    if key is not None and type(q) in PLAIN:
-        table.add(key, again, epoch)
-    return again
-
-
-def _key(q: Any, options: Any, backend: Any, layer: Any) -> Any:
-    """Return the key of the fast table, or None for calls that it cannot hold."""
-    mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
-    try:
-        key: tuple[Any, ...] = (
-            options["layout"], None if mask is None else mask.signature, options["scale"],
-            backend, around(), _get_deterministic_algorithms(), settings.raw(settings.BACKEND),
-        )  # fmt: skip
-        rare = tuple(options[n] for n in ("softcap", "dropout_p", "return_lse", "deterministic"))
-        if rare[0] is not None or rare[1] != 0.0 or rare[2] or rare[3] is not None:
-            key += rare
-        if bias is not None or sinks is not None or layer is not None:
-            arrays = [getattr(bias, "payload", bias), sinks]
-            key += (getattr(bias, "signature", None), *map(_array_key, arrays), layer)
-        if torch.is_autocast_enabled(q.device.type):
-            # the compiled check sees that autocast is on, not to which dtype it casts: such
-            # entries lie where only this way finds them
-            key += (torch.get_autocast_dtype(q.device.type),)
-        hash(key)
-    except (TypeError, AttributeError, RuntimeError):
-        return None
-    return key
-
-
-def _array_key(x: Any) -> Any:
-    return x if x is None else (x.shape, x.dtype, x.device, x.requires_grad and is_grad_enabled())
-
-
-def _shape_key(q: Any, k: Any, v: Any, options: Any) -> Any:
-    mask = options["mask"]
-    signature = None if mask is None else mask.signature
-    return q.shape, k.shape, v.shape, q.dtype, signature, options["return_lse"]
+    return _remember(way, plan, call, key, q, k, v, epoch)
 
 
 def runner(plan: Plan, call: Call) -> Callable[..., Any]:
@@ -176,9 +190,9 @@ def runner(plan: Plan, call: Call) -> Callable[..., Any]:
         )
     if bound is None:
         if not call.masked and _takes_three(kernel):
-            return kernel  # no frame between the call and the kernel
+            return kernel  # type: ignore[no-any-return]  # no frame between the call and the kernel
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, None, bias, sinks)
-    if is_static(bound):
+    if bound.is_static:
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, bound, bias, sinks)
     return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(
         q, k, v, rebind(mask, problem, q.device), bias, sinks

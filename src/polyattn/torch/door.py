@@ -1,4 +1,4 @@
-"""The door: whatever a caller hands over is checked here once and becomes a Problem."""
+"""torch's side of the door: how `polyattn.admission` sees tensors, and what torch has around a call."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn import fit
+from polyattn.admission import ArrayFacts, Other, Surroundings
+from polyattn.admission import admit as admit_call
 from polyattn.biases import Bias
-from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
-from polyattn.problem import LAYOUTS, MaskFacts, Problem
+from polyattn.problem import Problem
 from polyattn.simplify import simplify
-from polyattn.torch.masking import bind_mask, check_bias, check_mask
+from polyattn.torch.masking import bind_mask, check_mask, known
 
-__all__ = ["Call", "admit", "dtype_name", "rebind"]
-
-_DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+__all__ = ["FRONT", "Call", "admit", "autocast_to", "facts_of", "rebind"]
 
 
 @dataclass(frozen=True)
@@ -38,52 +31,59 @@ class Call:
     masked: bool  # a mask was given, though it may have been simplified away
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``float32`` for ``torch.float32``; raise for what is not a float type of ours."""
-    if dtype not in _DTYPES:
-        raise InvalidProblem(
-            f"got query of dtype {dtype}, expected one of {', '.join(map(str, _DTYPES))}."
+def facts_of(x: Any) -> ArrayFacts | Other:
+    """Return what admission is told of an argument."""
+    if isinstance(x, (ArrayFacts, Other)):
+        return x
+    if not isinstance(x, Tensor):
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        return Other(type(x).__name__, is_array, "torch.as_tensor makes it one" if is_array else "")
+    dtype = str(x.dtype).rpartition(".")[2]
+    if x.is_nested or x.layout != torch.strided:
+        return ArrayFacts((), dtype, str(x.device), form="nested" if x.is_nested else "sparse")
+    shape = tuple(x.shape)
+    # negated views hold other values than their memory
+    unit = not shape or ((x.stride(-1) == 1 or shape[-1] <= 1) and not x.is_neg())
+    return ArrayFacts(shape, dtype, str(x.device), x.requires_grad, unit)
+
+
+class TorchFront:
+    """Eager tensors, for :class:`polyattn.admission.Front`."""
+
+    framework = "torch"
+    array_type = "torch.Tensor"
+    facts = staticmethod(facts_of)
+    known = staticmethod(known)
+    arange = staticmethod(torch.arange)
+
+    def surroundings(self, query: ArrayFacts) -> Surroundings:
+        cast = autocast_to(query.dtype, query.device_type)
+        return Surroundings(
+            None if cast is None else str(cast).rpartition(".")[2],
+            arch_of(query.device),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.compiler.is_compiling(),
         )
-    return _DTYPES[dtype]
+
+    def bind(self, mask: Mask, device: str) -> Mask:
+        return bind_mask(mask, torch.device(device))
 
 
-def admit(
-    q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, scale: Any = None,
-    softcap: Any = None, sinks: Any = None, dropout_p: Any = 0.0, layout: Any = "BTNH",
-    return_lse: bool = False, deterministic: bool | None = None,
-) -> Call:  # fmt: skip
+FRONT = TorchFront()
+
+
+def admit(q: Any, k: Any, v: Any, **options: Any) -> Call:
     """Check a call of :func:`polyattn.torch.attention`; raise :class:`InvalidProblem`."""
-    shapes, masked = _shapes(q, k, v, layout), mask is not None
-    _types(mask, bias, scale, softcap, sinks, dropout_p)
-    device = q.device
-    cast = _autocast(q)
-    dtype = dtype_name(cast or q.dtype)
-    batch, q_len, heads, kv_len, kv_heads, head_dim, value_dim = shapes
-    if layout == "packed":
-        batch = fit.packed_sequences(mask)
-    elif mask is not None:
-        mask = simplify(mask, q_len, kv_len)
-    tensors = [x for x in (q, k, v) if x.requires_grad] if torch.is_grad_enabled() else []
-    if mask is not None:
-        mask = bind_mask(mask, device)
-    problem = Problem(
-        batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, value_dim=value_dim, dtype=dtype, device=device.type,
-        arch=_arch(device), layout=layout, mask=MaskFacts.of(mask),
-        bias=None if bias is None else bias.signature, bias_grad=_wants_grad(bias),
-        scale=None if scale is None else float(scale),
-        softcap=None if softcap is None else float(softcap),
-        sinks=_sinks(sinks, heads, device), sinks_grad=_wants_grad(sinks),
-        dropout_p=float(dropout_p), grad=bool(tensors), lse=bool(return_lse),
-        deterministic=_deterministic(deterministic),
-        contiguous=all(map(_is_contiguous, (q, k, v))),
-        compiled=torch.compiler.is_compiling(),
-    )  # fmt: skip
-    if mask is not None:
-        check_mask(mask, problem)
-    if bias is not None:
-        check_bias(bias, problem, device)
-    return Call(problem, mask, bias, sinks, cast, masked)
+    problem, mask, cast = admit_call(q, k, v, front=FRONT, **options)
+    return Call(
+        problem,
+        mask,
+        options.get("bias"),
+        options.get("sinks"),
+        None if cast is None else getattr(torch, cast),
+        options.get("mask") is not None,
+    )
 
 
 def rebind(mask: Mask, problem: Problem, device: torch.device) -> Mask:
@@ -96,93 +96,18 @@ def rebind(mask: Mask, problem: Problem, device: torch.device) -> Mask:
     return bound
 
 
-def _shapes(q: Any, k: Any, v: Any, layout: Any) -> tuple[int, ...]:
-    if layout not in LAYOUTS:
-        raise InvalidProblem(f"got layout={layout!r}, expected one of {', '.join(LAYOUTS)}.")
-    rank = 3 if layout == "packed" else 4
-    letters = "(total, N, H)" if layout == "packed" else f"({', '.join(layout)})"
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if not isinstance(x, Tensor):
-            raise InvalidProblem(f"got {name} of type {type(x).__name__}, expected a torch.Tensor.")
-        if x.is_nested or x.layout != torch.strided:
-            raise InvalidProblem(
-                f"got a nested or sparse {name}, expected a strided tensor; pass packed rows with "
-                'layout="packed" and Packed(cu_q, cu_kv).'
-            )
-        if x.dim() != rank:
-            raise InvalidProblem(
-                f"got {name} of shape {tuple(x.shape)}, expected {rank} dims {letters} for "
-                f"layout={layout!r}."
-            )
-    for name, x in (("key", k), ("value", v)):
-        if x.dtype != q.dtype or x.device != q.device:
-            raise InvalidProblem(
-                f"got {name} {x.dtype} on {x.device} with query {q.dtype} on {q.device}, expected "
-                "one dtype and one device; cast or move it."
-            )
-    return fit.lengths_of(q.shape, k.shape, v.shape, layout)
-
-
-def _types(mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, dropout_p: Any) -> None:
-    if mask is not None and not isinstance(mask, Mask):
-        hint = (
-            "wrap it as polyattn.Dense(mask)" if isinstance(mask, Tensor) else "see polyattn.masks"
-        )
-        raise InvalidProblem(f"got mask of type {type(mask).__name__}, expected a Mask; {hint}.")
-    if bias is not None and not isinstance(bias, Bias):
-        hint = (
-            "wrap it as polyattn.DenseBias(bias)"
-            if isinstance(bias, Tensor)
-            else "see polyattn.biases"
-        )
-        raise InvalidProblem(f"got bias of type {type(bias).__name__}, expected a Bias; {hint}.")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None:
-            fit.check_number(name, number)
-    fit.check_number("dropout_p", dropout_p)
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise InvalidProblem(f"got sinks of type {type(sinks).__name__}, expected a torch.Tensor.")
-
-
-def _is_contiguous(x: Tensor) -> bool:
-    """Say whether the last dim lies in memory as its values count (negated views do not)."""
-    return (x.stride(-1) == 1 or x.shape[-1] <= 1) and not x.is_neg()
-
-
-def _sinks(sinks: Tensor | None, heads: int, device: torch.device) -> int:
-    if sinks is None:
-        return 0
-    fit.check_sinks_shape(tuple(sinks.shape), heads)
-    if not sinks.is_floating_point() or sinks.device != device:
-        raise InvalidProblem(
-            f"got sinks {sinks.dtype} on {sinks.device}, expected floating point on {device}."
-        )
-    return 1 if sinks.dim() == 1 else sinks.shape[1]
-
-
-def _wants_grad(holder: Any) -> bool:
-    array = getattr(holder, "payload", holder)
-    return torch.is_grad_enabled() and isinstance(array, Tensor) and array.requires_grad
-
-
-def _autocast(q: Tensor) -> torch.dtype | None:
-    kind = q.device.type
-    if q.dtype == torch.float64 or kind not in ("cpu", "cuda"):
+def autocast_to(dtype: str, device: str) -> torch.dtype | None:
+    """Return what autocast turns arrays of a call into here, or None if it leaves them."""
+    if dtype == "float64" or device not in ("cpu", "cuda"):
         return None
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(device):
         return None
-    dtype = torch.get_autocast_dtype(kind)
-    return None if dtype == q.dtype else dtype
+    cast = torch.get_autocast_dtype(device)
+    return None if str(cast) == f"torch.{dtype}" else cast
 
 
-def _deterministic(asked: bool | None) -> bool:
-    if asked is None:
-        return torch.are_deterministic_algorithms_enabled()
-    return bool(asked)
-
-
-def _arch(device: torch.device) -> str | None:
-    if device.type != "cuda" or not torch.cuda.is_available():
+def arch_of(device: str) -> str | None:
+    """Return the compute capability of a CUDA device, as ``sm_90``."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))

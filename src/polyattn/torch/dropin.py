@@ -1,48 +1,45 @@
 """torch's ``scaled_dot_product_attention``: its exact signature and semantics, through polyattn.
 
-What polyattn does not model (nested tensors, tensor subclasses, inputs of 2 dims, broadcasting
-batches) and what is wrong goes to torch's own function, which computes it or
-raises its own error; a recorder notes such calls under the backend name ``torch``. When a backend
-is requested, such calls raise instead: a request is never dropped. Kernels that the program has
-switched off (``sdpa_kernel(...)``, ``torch.backends.cuda.enable_*_sdp``) are not chosen.
+A translation in front of the one table and the one admission. What polyattn does not model (nested
+tensors, tensor subclasses, inputs of 2 dims, broadcasting batches) and what is wrong goes to
+torch's own function, which computes it or raises its own error; a recorder notes such calls under
+the backend name ``torch``. When a backend is requested, such calls raise instead, unless the
+request allows a fallback (``on_unsupported="fallback"``), which is then noted. Kernels that the
+program has switched off (``sdpa_kernel(...)``, ``torch.backends.cuda.enable_*_sdp``) are not chosen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _get_cudnn_sdp_enabled,
-    _get_deterministic_algorithms,
-    _get_flash_sdp_enabled,
-    _get_math_sdp_enabled,
-    _get_mem_efficient_sdp_enabled,
-    is_grad_enabled,
-)
+from torch._C import _get_deterministic_algorithms
 from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
+from polyattn.admission import SdpaFacts, only_torch
 from polyattn.biases import DenseBias
 from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
 from polyattn.registry import registry
 from polyattn.selection import Selection, Source
 from polyattn.torch import recompute, traced
-from polyattn.torch.dispatch import around, dispatch, resolve, runner
-from polyattn.torch.door import Call
-from polyattn.torch.fastpath import FastTable, tensor_check
-from polyattn.torch.modelled import beyond, shapes_beyond
+from polyattn.torch.cache import PLAIN, Key, array_key, around, switches, table
+from polyattn.torch.dispatch import AttentionWay, dispatch, runner
+from polyattn.torch.door import Call, admit, facts_of
+from polyattn.torch.model import facts_of as facts_of_model
+from polyattn.torch.model import model_of_sdpa
 from polyattn.torch.resolve import Plan, wishes
 
-__all__ = ["scaled_dot_product_attention", "torch_sdpa"]
+__all__ = ["hand_to_torch", "scaled_dot_product_attention", "torch_sdpa"]
 
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
 """torch's own function, whatever it has been replaced by since."""
 
-_table = FastTable()
-_entries = _table.entries
+_rows = table.rows
 _state = scopes.state
 _environ, _BACKEND = settings.raw, settings.BACKEND
 _recorders = scopes.recording.get
@@ -73,91 +70,106 @@ def scaled_dot_product_attention(
     """
     if is_dynamo_compiling():
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    run = None
+    held = run = None
     try:
-        if _state.armed and (_recorders(None) or recompute.is_possible()):
-            raise LookupError
-        check, run, every = _entries[
-            None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale,
-            enable_gqa, around(), _get_deterministic_algorithms(), _environ(_BACKEND),
-            _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
-            _get_cudnn_sdp_enabled(),
-        ]  # fmt: skip
-        if not check(query, key, value):
-            run = next((r for c, r, _ in every if c(query, key, value)), None)
+        held = _key_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if not (_state.armed and (_recorders(None) or recompute.is_possible())):
+            check, newest, by_shapes = _rows[held]
+            if check(query, key, value):
+                run = newest
+            else:
+                alike = by_shapes[query.shape, key.shape, value.shape]
+                run = next((e.run for e in alike if e.check(query, key, value)), None)
     except (LookupError, TypeError, AttributeError):
         run = None  # a new class of calls, or one for torch itself
     if run is not None:
         return run(query, key, value, attn_mask)  # type: ignore[no-any-return]
-    return _long_way(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _long_way(held, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _mask_key(mask: Tensor) -> Any:
-    trains = mask.requires_grad and is_grad_enabled()
-    return mask.shape, mask.dtype, mask.device, trains, type(mask)
+def _key_of(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+) -> Key:
+    if q.is_nested or k.is_nested or v.is_nested:  # which no check can take
+        raise LookupError
+    return Key(
+        "BNTH", (array_key(attn_mask), is_causal, gqa), scale, None, dropout_p, False, None, None,
+        around(), _get_deterministic_algorithms(), switches(), _environ(_BACKEND), door="sdpa",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _SdpaWay:
+    """Calls with torch's signature and four dims; runners take the mask as it came."""
+
+    attn_mask: Any
+    options: dict[str, Any]
+
+    def admit(self, q: Any, k: Any, v: Any) -> Call:
+        return admit(q, k, v, **self.options)
+
+    def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
+        """Return ``run(q, k, v, attn_mask)``; a mask of a known shape need not be checked again."""
+        inner, kernel = runner(plan, call), plan.kernel
+        if self.attn_mask is None:
+            return inner
+        if call.mask is not None and call.cast is None and not call.problem.empty:
+            return lambda q, k, v, mask: kernel(q, k, v, Dense(mask), None, None)
+        if self.attn_mask.dtype == torch.bool:
+            return lambda q, k, v, mask: inner(q, k, v, Dense(mask), None, None)
+        return lambda q, k, v, mask: inner(q, k, v, None, DenseBias(mask), None)
 
 
 def _long_way(
-    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
-) -> Any:
-    reason = beyond(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
+    key: Key | None, q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
+    scale: Any, gqa: Any,
+) -> Any:  # fmt: skip
+    arguments = q, k, v, attn_mask, dropout_p, is_causal, scale, gqa
+    reason = _beyond(*arguments)
     if reason is None:
         try:
-            return _modelled(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
+            return _modelled(key, *arguments)
         except Unsupported:
-            if _switched_on() is None or _asked():
+            if switches() is None or _asked():
                 raise
             reason = "torch's own switches leave no kernel for it"
-    _refuse_if_requested(reason)
-    selection = Selection("torch", Source.HEURISTIC, reason=reason, version=torch.__version__)
-    for ran in scopes.recording.get(()):
-        ran.append(selection)
+    hand_to_torch(reason)
     return torch_sdpa(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=gqa,
     )  # fmt: skip
 
 
+def _beyond(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+) -> str | None:
+    """Say why polyattn leaves a call to torch, or None."""
+    for x in (q, k, v, *(() if mask is None else (mask,))):
+        if type(x) not in PLAIN:
+            return f"a tensor of type {type(x).__name__}"
+    if torch._C._are_functorch_transforms_active():
+        return "a function transform (torch.func) is active"
+    arrays = [None if x is None else facts_of(x) for x in (q, k, v, mask)]
+    return only_torch(SdpaFacts(*arrays, dropout_p, is_causal, scale, gqa))  # type: ignore[arg-type]
+
+
 def _modelled(
-    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
-) -> Any:
+    key: Key | None, q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
+    scale: Any, gqa: Any,
+) -> Any:  # fmt: skip
     options = _options(attn_mask, dropout_p, is_causal, scale)
-    layer = None if _asked() else _switched_on()
+    if q.dim() == 4:
+        way = _SdpaWay(attn_mask, options)
+        return dispatch(way, key, q, k, v, (attn_mask,), None)
+    lead = q.shape[:-3]
     if q.dim() == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        return dispatch(q, k, v, backend=None, layer=layer, **options).squeeze(0)
-    if q.dim() > 4:
-        lead = q.shape[:-3]
+    else:
         q, k, v = q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4)
-        return dispatch(q, k, v, backend=None, layer=layer, **options).unflatten(0, lead)
-    out = dispatch(q, k, v, backend=None, layer=layer, **options)
-    if torch.is_autocast_enabled(q.device.type):
-        return out  # whose dtype the fast table's check does not see
-    key = (
-        None if attn_mask is None else _mask_key(attn_mask), dropout_p, is_causal, scale, gqa,
-        around(), _get_deterministic_algorithms(), _environ(_BACKEND),
-        _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
-        _get_cudnn_sdp_enabled(),
-    )  # fmt: skip
-    if _table.find(key, q, k, v) is None:
-        epoch = _state.epoch
-        plan, call = resolve(q, k, v, None, layer, options)
-        _table.add(key, (tensor_check(q, k, v), _mask_runner(plan, call, attn_mask), plan), epoch)
-    return out
-
-
-def _switched_on() -> frozenset[str] | None:
-    """Return the kernels that torch's own switches leave, or None when all are on.
-
-    A program that turns kernels off, as ``torch.nn.attention.sdpa_kernel`` does, is obeyed.
-    """
-    switches = {
-        "sdpa_flash": _get_flash_sdp_enabled(),
-        "sdpa_efficient": _get_mem_efficient_sdp_enabled(),
-        "sdpa_math": _get_math_sdp_enabled(),
-        "sdpa_cudnn": _get_cudnn_sdp_enabled(),
-    }
-    return None if all(switches.values()) else frozenset(n for n, on in switches.items() if on)
+    mask, bias = options["mask"], options["bias"]
+    four = Key.of(mask, bias, scale, None, None, dropout_p, "BNTH", False, None, None)
+    out = dispatch(AttentionWay(options), four, q, k, v, (mask, bias, None), None)
+    return out.unflatten(0, lead) if lead else out.squeeze(0)
 
 
 def _asked() -> tuple[Any, ...]:
@@ -178,52 +190,55 @@ def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict
     }  # fmt: skip
 
 
-def _mask_runner(plan: Plan, call: Call, attn_mask: Tensor | None) -> Any:
-    """Return ``run(q, k, v, attn_mask)``; a mask of a known shape need not be checked again."""
-    inner, kernel = runner(plan, call), plan.kernel
-    if attn_mask is None:
-        return inner
-    if call.mask is not None and call.cast is None and not call.problem.empty:
-        return lambda q, k, v, mask: kernel(q, k, v, Dense(mask), None, None)
-    if attn_mask.dtype == torch.bool:
-        return lambda q, k, v, mask: inner(q, k, v, Dense(mask), None, None)
-    return lambda q, k, v, mask: inner(q, k, v, None, DenseBias(mask), None)
+def hand_to_torch(reason: str) -> None:
+    """Note that torch's own function runs a call, or raise Unsupported if a request forbids that."""
+    fallback = _refused(reason, scopes.current_scope(), scopes.local.module)
+    selection = Selection(
+        "torch", Source.HEURISTIC, reason=reason, version=torch.__version__, fallback=fallback
+    )
+    for ran in scopes.recording.get(()):
+        ran.append(selection)
 
 
-def _refuse_if_requested(reason: str) -> None:
-    _refuse(reason, scopes.current_scope(), scopes.local.module)
-
-
-def _refuse(reason: str, scope: str | None, module: str | None) -> None:
-    """Raise Unsupported if a request is in force that torch's own choice might go against."""
+def _refused(reason: str, scope: str | None, module: str | None) -> str | None:
+    """Return which request gives way to torch's own choice, if one does; raise if it may not."""
     wanted = wishes(None, None, scope, module)
     asked = [(str(source), ", ".join(request.names)) for source, request in wanted.ordered()]
     barred = [name for name in wanted.scope.never if name in registry.groups()["torch_sdpa"]]
     if barred:
         asked.append(("SCOPE", f"never {', '.join(barred)}"))
-    if asked:
-        source, names = asked[0]
-        raise Unsupported(
-            f"got a call with {reason}, which only torch's own scaled_dot_product_attention can "
-            f"take, while {source} asks for {names}. Lift the request around this call, or pass "
-            "inputs that polyattn models."
-        )
+    if not asked:
+        return None
+    source, names = asked[0]
+    request = wanted.ordered()[0][1] if wanted.ordered() else wanted.scope
+    policy = request.on_unsupported or wanted.scope.on_unsupported or wanted.on_unsupported
+    if policy == "fallback" and not barred:
+        return f"{source} asked for {names}, which cannot run it: {reason}"
+    raise Unsupported(
+        f"got a call with {reason}, which only torch's own scaled_dot_product_attention can "
+        f"take, while {source} asks for {names}. Lift the request around this call, allow torch to "
+        'step in with on_unsupported="fallback", or pass inputs that polyattn models.'
+    )
 
 
-def _traced_switches() -> tuple[str, ...] | None:
-    layer = _switched_on()
-    return None if layer is None else tuple(sorted(layer))
+def _traced_reason(model: Any, scope: str | None, module: str | None, epoch: str) -> str | None:
+    """Say why a traced call stays torch's; raise if a request in force forbids that."""
+    reason = model if isinstance(model, str) else only_torch(_sdpa_facts(model))
+    if reason is not None:
+        try:
+            _refused(reason, scope, module)
+        except Unsupported as error:
+            raise traced.through_compiler(error) from None
+    return reason
 
 
-# read while tracing, as the switches stand then: what torch's own function does when compiled
-_traced_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_traced_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse_traced(scope: str | None, module: str | None, epoch: str) -> None:
-    _refuse("inputs that are not modelled inside torch.compile", scope, module)
-
-
-_refuse_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _sdpa_facts(model: Any) -> SdpaFacts:
+    arrays = [None if x is None else facts_of_model(x) for x in model[:4]]
+    dropout_p, is_causal, scale, gqa = model[4:]
+    return SdpaFacts(*arrays, traced.from_text(dropout_p), is_causal, traced.from_text(scale), gqa)  # type: ignore[arg-type]
 
 
 def _traced(
@@ -231,13 +246,11 @@ def _traced(
     gqa: Any,
 ) -> Any:  # fmt: skip
     """Trace one call; what polyattn does not model stays torch's own operator, unless asked."""
-    plain = q.dim() == k.dim() == v.dim() and q.dim() >= 3
-    if attn_mask is not None:
-        plain = plain and not is_causal and (q.dim() <= 4 or attn_mask.dim() <= 3)
-    if not plain or q.dtype != k.dtype or shapes_beyond(q, k, v, gqa):
-        scope = _state.scope
-        scope = scopes.local.traced or (None if scope is _state else scope)
-        _refuse_traced(scope, scopes.local.module, _state.epoch)
+    scope = _state.scope
+    scope = scopes.local.traced or (None if scope is _state else scope)
+    p_text, scale_text = traced.as_text(dropout_p), traced.as_text(scale)
+    model = model_of_sdpa(q, k, v, attn_mask, p_text, is_causal, scale_text, gqa)
+    if _traced_reason(model, scope, scopes.local.module, _state.epoch) is not None:
         return torch_sdpa(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
             enable_gqa=gqa,
@@ -250,7 +263,7 @@ def _traced(
     options = _options(attn_mask, dropout_p, is_causal, scale)
     out = traced.attention(
         q, k, v, options["mask"], options["bias"], scale, None, None, dropout_p, "BNTH", False,
-        None, None, _traced_switches(),
+        None, None, None,
     )  # fmt: skip
     if len(lead) == 1:
         return out

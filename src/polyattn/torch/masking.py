@@ -12,27 +12,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn import fit
+from polyattn.admission.masks import Lengths
+from polyattn.admission.masks import check_mask as check_arrays
 from polyattn.biases import Alibi, Bias
-from polyattn.errors import InvalidProblem
 from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed
 
 __all__ = [
     "Dims",
     "Visible",
     "bind_mask",
-    "check_bias",
     "check_mask",
     "dense_bias",
     "expand_blocks",
     "four_dims",
     "grid",
-    "is_static",
+    "known",
     "materialise",
     "visible",
 ]
 
-_STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})
 _CACHE_BYTES = 64 << 20
 
 
@@ -80,34 +78,24 @@ class Visible:
         return self._seen
 
 
-def is_static(mask: Mask | None) -> bool:
-    """Say whether the mask carries no arrays, so that the lengths determine it."""
-    return mask is None or mask.kinds <= _STATIC
-
-
 def bind_mask(mask: Mask, device: torch.device) -> Mask:
     """Return `mask` with its arrays as tensors on `device`."""
 
     def move(name: str, payload: Any) -> Any:
         if payload is None or (isinstance(payload, Tensor) and payload.device == device):
             return payload
-        if isinstance(payload, Tensor) and payload.device.type not in ("cpu", "meta"):
-            raise InvalidProblem(
-                f"got a mask whose {name} is on {payload.device}, expected {device}, where the "
-                "query is; move it there."
-            )
         array = torch.as_tensor(payload, device=device)
         return array if array.numel() else array.to(torch.bool if name == "mask" else torch.int32)
 
-    return mask if is_static(mask) else mask.map(move)
+    return mask if mask.is_static else mask.map(move)
 
 
-def check_mask(mask: Mask, lengths: fit.Lengths) -> None:
+def check_mask(mask: Mask, lengths: Lengths) -> None:
     """Raise :class:`InvalidProblem` where an array of the mask does not fit the problem."""
-    fit.check_mask(mask, lengths, _known, torch.arange)
+    check_arrays(mask, lengths, known, torch.arange)
 
 
-def _known(payload: Any) -> Tensor | None:
+def known(payload: Any) -> Tensor | None:
     """Return the payload when reading its values costs no synchronisation with a device."""
     if torch.compiler.is_compiling():
         return None
@@ -195,7 +183,7 @@ def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
     """Return the dense mask; small ones that the lengths determine are kept."""
     # under a compiler or a dispatch mode (fake tensors, tracing) tensors are that mode's own
     modes = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()
-    if modes or not is_static(mask):
+    if modes or not mask.is_static:
         return Visible(materialise(mask, dims, device), dims)
     key = (mask.signature, dims, device)
     return _static.get(key, lambda: Visible(materialise(mask, dims, device), dims))
@@ -239,12 +227,3 @@ def dense_bias(bias: Bias, dims: Dims, dtype: torch.dtype) -> Tensor:
     distance = (t + dims.kv_len - dims.q_len - j).abs()
     slopes = array.to(dtype).reshape(-1 if array.dim() == 2 else 1, dims.heads, 1, 1)
     return -slopes * distance.to(dtype)
-
-
-def check_bias(bias: Bias, lengths: fit.Lengths, device: torch.device) -> None:
-    """Raise :class:`InvalidProblem` where the bias does not fit the problem."""
-    array = bias.payload
-    if not isinstance(array, Tensor) or array.device != device:
-        where = array.device if isinstance(array, Tensor) else type(array).__name__
-        raise InvalidProblem(f"got {bias!r} on {where}, expected a tensor on {device}.")
-    fit.check_bias_shape(bias, lengths)

@@ -6,26 +6,26 @@ itself (`native_cpu`). Masks are measured on each sequence's own length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from polyattn import scopes, settings
-from polyattn.errors import InvalidProblem
+from polyattn.admission import admit_pages, check_lengths
 from polyattn.masks import Causal, Mask
-from polyattn.problem import MaskFacts, Problem
-from polyattn.selection import Selection
-from polyattn.torch.dispatch import PLAIN, around
-from polyattn.torch.door import admit
-from polyattn.torch.fastpath import FastTable, tensor_check
-from polyattn.torch.masking import is_static
-from polyattn.torch.resolve import plan_for, wishes
+from polyattn.torch.cache import Key, array_key, table
+from polyattn.torch.dispatch import dispatch
+from polyattn.torch.door import FRONT, Call
+from polyattn.torch.empty import answer_empty
+from polyattn.torch.resolve import Plan
+from polyattn.torch.traced import refuse
 
 __all__ = ["paged_attention"]
 
-_table = FastTable()
+_rows = table.rows
 _CAUSAL = Causal()
 
 
@@ -72,112 +72,49 @@ def paged_attention(
     torch.Size([2, 1, 4, 32])
     """
     if is_dynamo_compiling():
-        raise InvalidProblem(
+        refuse(
             "got paged_attention inside torch.compile, expected an eager call; call it outside of "
             "the compiled function."
         )
-    key: tuple[Any, ...] = (
-        layout, "paged", getattr(mask, "signature", mask), scale, softcap, return_lse, backend,
-        tuple(getattr(block_table, "shape", ())), around(), settings.raw(settings.BACKEND),
-        None if sinks is None else (sinks.shape, sinks.requires_grad and torch.is_grad_enabled()),
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    options = {
+        "mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout,
+        "return_lse": return_lse,
+    }  # fmt: skip
+    way = _PagedWay(block_table, lengths, options)
+    held: Key | None = None
     try:
-        found = _table.find(key, query, key_pages, value_pages)
-    except (TypeError, AttributeError):  # no tensors, or options that are none: for the long way
-        found = None
-    if found is None:
-        options = {
-            "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout,
-            "return_lse": return_lse,
-        }  # fmt: skip
-        epoch = scopes.state.epoch
-        problem = _problem(query, key_pages, value_pages, block_table, mask, options)
-        plan = plan_for(problem, wishes(backend, None, scopes.current_scope(), scopes.local.module))
-        found = tensor_check(query, key_pages, value_pages), plan.kernel, plan
-        if type(query) in PLAIN:
-            _table.add(key, found, epoch)
-    selection: Selection = found[2].selection
-    assert selection.problem is not None  # it was made of one
-    pages = _check_pages(block_table, lengths, selection.problem)
-    for ran in scopes.recording.get(()):
-        ran.append(selection)
-    return found[1](query, key_pages, value_pages, mask, None, sinks, pages)
+        held = Key.of(mask, None, scale, softcap, sinks, 0.0, layout, return_lse, None, backend)
+        held = held._replace(pages=(array_key(block_table), array_key(lengths)), door="paged")
+    except (TypeError, AttributeError):  # options that are none: for admission to say
+        held = None
+    arguments = mask, None, sinks, block_table, lengths
+    return dispatch(way, held, query, key_pages, value_pages, arguments, backend)
 
 
-def _problem(
-    q: Any, k: Any, v: Any, table: Any, mask: Mask | None, options: dict[str, Any]
-) -> Problem:
-    """Check all but the values of table and lengths, and make the call's facts."""
-    layout = options["layout"]
-    if layout not in ("BTNH", "BNTH"):
-        raise InvalidProblem(
-            f"got layout={layout!r} with paged keys, expected 'BTNH' or 'BNTH'; give each sequence "
-            "its row of the block table instead of packing."
-        )
-    if mask is not None and not (isinstance(mask, Mask) and is_static(mask)):
-        raise InvalidProblem(
-            f"got mask={mask!r} with paged keys, expected None, or Causal and Window joined by & "
-            "and |: what a sequence's length hides needs no mask."
-        )
-    if mask is not None and mask.align == "top_left":
-        raise InvalidProblem(
-            f"got mask={mask!r} with paged keys, expected bottom_right masks: the queries are the "
-            "last positions of their sequences."
-        )
-    if not isinstance(table, Tensor) or table.dim() != 2 or not isinstance(q, Tensor):
-        raise InvalidProblem(
-            f"got a block table {_described(table)}, expected a tensor (B, most pages)."
-        )
-    # but for their number, pages are like keys: let each sequence have one
-    first = [x[:1].expand(q.shape[0], *x.shape[1:]) if _is_like(x, q) else x for x in (k, v)]
-    if _is_like(k, q) and _is_like(v, q) and k.shape[0] != v.shape[0]:
-        raise InvalidProblem(f"got {k.shape[0]} pages of keys and {v.shape[0]} pages of values.")
-    if torch.is_autocast_enabled(q.device.type) and q.device.type in ("cpu", "cuda"):
-        cast = torch.get_autocast_dtype(q.device.type)
-        if q.dtype not in (cast, torch.float64):
-            raise InvalidProblem(
-                f"got {q.dtype} pages under autocast to {cast}, expected pages in {cast}: a cache "
-                "is not cast at every call."
-            )
-    problem = admit(q, *first, **options).problem
-    return problem.with_(
-        kv_len=table.shape[1] * problem.kv_len, paged=problem.kv_len, mask=MaskFacts.of(mask)
-    )
+@dataclass(frozen=True)
+class _PagedWay:
+    """Calls on pages; runners take the block table and the lengths last."""
 
+    table: Any
+    lengths: Any
+    options: dict[str, Any]
 
-def _is_like(x: Any, q: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.dim() == q.dim() and x.shape[0] > 0
+    def admit(self, q: Any, k: Any, v: Any) -> Call:
+        problem = admit_pages(q, k, v, self.table, self.lengths, front=FRONT, **self.options)
+        return Call(problem, self.options["mask"], None, self.options["sinks"], None, True)
 
+    def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
+        problem, kernel = call.problem, plan.kernel
 
-def _check_pages(table: Any, lengths: Any, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return table and lengths, checked but for the table's entries, which backends check."""
-    b, page = problem.batch, problem.paged or 1
-    for name, x, shape in (
-        ("block_table", table, (b, problem.kv_len // page)),
-        ("lengths", lengths, (b,)),
-    ):
-        if (
-            not isinstance(x, Tensor)
-            or x.shape != shape
-            or x.is_floating_point()
-            or x.dtype is torch.bool
-            or x.device.type != problem.device
-        ):
-            raise InvalidProblem(
-                f"got {name} {_described(x)}, expected integers {shape} on {problem.device}."
-            )
-    if problem.device == "cpu" and b:
-        known = lengths.tolist()
-        if min(known) < 0 or max(known) > problem.kv_len:
-            raise InvalidProblem(
-                f"got lengths from {min(known)} to {max(known)}, expected 0 to {problem.kv_len}: "
-                f"{problem.kv_len // page} pages of {page} keys a sequence."
-            )
-    return table, lengths
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: None, sinks: Any, table: Tensor,
+            lengths: Tensor,
+        ) -> Any:  # fmt: skip
+            if problem.device == "cpu" and problem.batch:
+                known = lengths.tolist()
+                check_lengths(min(known), max(known), problem)
+            if problem.empty:
+                return answer_empty(problem.layout, problem.lse, q, k, v, sinks)
+            return kernel(q, k, v, mask, None, sinks, (table, lengths))
 
-
-def _described(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"{tuple(x.shape)} {x.dtype} on {x.device}"
-    return f"of type {type(x).__name__}"
+        return run

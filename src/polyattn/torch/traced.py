@@ -1,33 +1,36 @@
 """``attention`` inside ``torch.compile``: the choice is made while tracing, guarded, never stale.
 
 What is read of the surroundings are attributes that the compiler guards (see
-`polyattn.scopes`). The selection itself is one function of constants. Lengths that the compiler
-keeps symbolic stay so: the selection sees them rounded up to powers of two, which guards a
-range, and kernels take their sizes from the tensors.
+`polyattn.scopes`). Admission and selection are one function of constants: a *model* of the call
+(see `polyattn.torch.model`), in which lengths that the compiler keeps symbolic are stood in for,
+and kernels take their sizes from the tensors.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import is_autocast_enabled as _is_autocast_enabled
 
 from polyattn import scopes
-from polyattn.biases import Bias
-from polyattn.errors import InvalidProblem
-from polyattn.masks import Mask, Or, Packed
-from polyattn.payload import shape_of
-from polyattn.problem import MaskFacts, Problem
+from polyattn.admission import ArrayFacts, Other, Surroundings
+from polyattn.admission import admit as admit_call
+from polyattn.errors import InvalidProblem, PolyattnError
+from polyattn.masks import Mask
 from polyattn.simplify import simplify
+from polyattn.torch.dispatch import switched_on
+from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
-from polyattn.torch.masking import bind_mask, check_bias, check_mask
-from polyattn.torch.resolve import Plan, plan_for, present_device, wishes
+from polyattn.torch.masking import bind_mask
+from polyattn.torch.model import facts_of, mask_of, model_of
+from polyattn.torch.resolve import Plan, plan_for, wishes
 
-__all__ = ["attention"]
+__all__ = ["as_text", "attention", "from_text", "refuse", "through_compiler"]
 
 
 class _Kernels:
@@ -42,191 +45,173 @@ _state, _local = scopes.state, scopes.local
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
-    dropout_p: float, layout: str, return_lse: bool, deterministic: Any, backend: Any,
+    dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
     layer: tuple[str, ...] | None,
 ) -> Any:  # fmt: skip
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
-    if q.element_size() != 8 and _is_autocast_enabled(q.device.type):  # not float64
-        q, k, v = _autocast(q, k, v)
-    sizes, constants = _measure(q, k, v, layout, mask)
-    if mask is not None:
-        mask = _bound_mask(mask, sizes, layout, q.device)
-    if bias is not None:
-        _check_type("bias", bias, Bias)
-        check_bias(bias, _Sizes(*sizes, layout), q.device)
+    cast = None
+    if isinstance(q, Tensor) and q.element_size() != 8 and _is_autocast_enabled(q.device.type):
+        cast = torch.get_autocast_dtype(q.device.type)
+    numbers = [as_text(x) for x in (scale, softcap, dropout_p)]
     scope = _state.scope
-    number = _resolve(
-        *constants, q.dtype, q.device.type, layout,
-        None if mask is None else mask.signature, None if mask is None else mask.align,
-        None if bias is None else bias.signature, bias is not None and bias.payload.requires_grad,
-        # as text: the one form in which a compiler specialises a float that it holds symbolic
-        "" if scale is None else (scale * 1.0).hex(),
-        "" if softcap is None else (softcap * 1.0).hex(),
-        0 if sinks is None else 1 if sinks.dim() == 1 else sinks.shape[1],
-        sinks is not None and sinks.requires_grad, (dropout_p * 1.0).hex(),
-        q.requires_grad or k.requires_grad or v.requires_grad, return_lse, deterministic,
-        q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1, backend,
+    asked = (
+        *numbers, layout, return_lse, deterministic, cast, backend,
         None if scope is _state else scope, _local.traced, _local.module, layer, _state.epoch,
     )  # fmt: skip
-    if sizes[0] == 0 or sizes[3] == 0 or sizes[4] == 0:
+    sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, False)
+    number = -1 if model is None else _resolve(model, asked, False)
+    if number < 0:  # wrong, or one whose symbolic sizes nothing can stand in for
+        sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, True)
+        number = _resolve(model, asked, True)
+    if cast is not None:
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0:
         return answer_empty(layout, return_lse, q, k, v, sinks)
+    if simple is not None:
+        simple = bind_mask(simple, q.device)
     recorded = _state.recorded
     if recorded is not _state and recorded != "":
         torch.ops.polyattn.note(number)
-    return getattr(_kernels, f"number_{number}")(q, k, v, mask, bias, sinks)
+    return getattr(_kernels, f"number_{number}")(q, k, v, simple, bias, sinks)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    cast = torch.get_autocast_dtype(q.device.type)
-    return q.to(cast), k.to(cast), v.to(cast)
+def as_text(x: Any) -> Any:
+    """Return a number as text: the one form in which a compiler specialises a symbolic float."""
+    if x is None or not isinstance(x, (int, float)) or isinstance(x, bool):
+        return None if x is None else (type(x).__name__,)
+    return (x * 1.0).hex()
 
 
-def _bound_mask(
-    mask: Mask, sizes: tuple[int, int, int, int, int], layout: str, device: Any
-) -> Mask | None:
-    simple: Mask | None = mask
-    if layout != "packed":
-        simple = simplify(mask, sizes[3], sizes[4])
-    if simple is not None:
-        simple = bind_mask(simple, device)
-        check_mask(simple, _Sizes(*sizes, layout))
-    return simple
+class _Constants:
+    """The arrays of a call's model, for :class:`polyattn.admission.Front`."""
+
+    framework = "torch"
+    array_type = "torch.Tensor"
+    facts = staticmethod(facts_of)
+
+    def __init__(self, cast: torch.dtype | None) -> None:
+        self._cast = cast
+
+    def surroundings(self, query: ArrayFacts) -> Surroundings:
+        """Read grad mode and determinism as they stand while tracing; compiled code guards them."""
+        cast = None if self._cast is None else str(self._cast).rpartition(".")[2]
+        return Surroundings(
+            None if cast == query.dtype or query.device_type not in ("cpu", "cuda") else cast,
+            arch_of(query.device),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            True,
+        )
+
+    def bind(self, mask: Mask, device: str) -> Mask:
+        return mask
+
+    def known(self, payload: Any) -> None:
+        return None
+
+    def arange(self, size: int) -> Any:
+        raise AssertionError("nothing is known of a compiled call's arrays")
 
 
-class _Sizes(NamedTuple):
-    """The sizes of one call, some of them symbolic."""
+def _resolve(model: Any, asked: Any, strict: bool) -> int:
+    """Admit a call and choose its backend; returns the number of its plan.
 
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    layout: str
-
-
-def _measure(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, mask: Any
-) -> tuple[tuple[int, int, int, int, int], tuple[int, int, int, int, int, int, int]]:
-    """Check the shapes; return B, N, K, T, S as they are, and B, T, S, N, K, H, V as constants.
-
-    Its functions are nested ones because a compiler guards every global function, at each call.
+    Not `strict`: -1 for what is no call, since only a model of the very sizes can say why.
     """
-
-    def round_up(size: int) -> int:
-        # by comparisons only, which guard a range of a symbolic size
-        bound = 1
-        while bound < size:
-            bound *= 2
-        return bound if size else 0
-
-    def exact(size: int) -> int:
-        low, high = 0, round_up(size)
-        while low < high:
-            middle = (low + high) // 2
-            if size <= middle:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    if mask is not None:
-        _check_type("mask", mask, Mask)
-    rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout)
-    alike = q.dim() == k.dim() == v.dim() == rank and q.dtype == k.dtype == v.dtype
-    alike = alike and k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1]
-    alike = alike and (layout == "packed" or q.shape[0] == k.shape[0])
-    if alike:
-        t, n = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
-        b = _sequences(mask) if layout == "packed" else q.shape[0]
-        q_len, kv_len = q.shape[t], k.shape[t]
-        # the classes of the lengths keep the order that the lengths have
-        t_class, s_class = round_up(q_len), round_up(kv_len)
-        if t_class == s_class and q_len != kv_len:
-            t_class, s_class = (t_class * 2, s_class) if q_len > kv_len else (t_class, s_class * 2)
-        heads = exact(q.shape[n]), exact(k.shape[n]), exact(q.shape[-1]), exact(v.shape[-1])
-        return (b, q.shape[n], k.shape[n], q_len, kv_len), (
-            round_up(b),
-            t_class,
-            s_class,
-            *heads,
-        )
-    raise _misfit(q, k, v, layout)
-
-
-def _misfit(q: Tensor, k: Tensor, v: Tensor, layout: str) -> InvalidProblem:
-    return InvalidProblem(
-        f"got query {tuple(q.shape)} {q.dtype}, key {tuple(k.shape)} {k.dtype}, value "
-        f"{tuple(v.shape)} {v.dtype}, expected one dtype and shapes that fit, laid out as {layout}."
-    )
-
-
-def _sequences(mask: Any) -> int:
-    packed = (
-        [leaf for leaf in mask.leaves() if isinstance(leaf, Packed)] if mask is not None else []
-    )
-    if len(packed) != 1 or isinstance(mask, Or):
-        raise InvalidProblem(
-            'got layout="packed" without exactly one Packed(cu_q, cu_kv) joined by &, expected it.'
-        )
-    return shape_of(packed[0].cu_q)[0] - 1
-
-
-def _check_type(name: str, value: Any, expected: type) -> None:
-    if not isinstance(value, expected):
-        raise InvalidProblem(
-            f"got {name} of type {type(value).__name__}, expected a polyattn {expected.__name__}; "
-            "wrap arrays as polyattn.Dense(...) or polyattn.DenseBias(...)."
-        )
-
-
-def _number(text: str) -> float | None:
-    return float.fromhex(text) if text else None
-
-
-def _resolve(
-    batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, value_dim: int,
-    dtype: torch.dtype, device: str, layout: str, mask: str | None, align: str | None,
-    bias: str | None, bias_grad: bool, scale: str, softcap: str, sinks: int, sinks_grad: bool,
-    dropout_p: str, grad: bool, lse: bool, deterministic: bool | None, contiguous: bool,
-    backend: Any, scope: str | None, traced: str | None, module: str | None,
-    layer: tuple[str, ...] | None, epoch: str,
-) -> int:  # fmt: skip
-    """Choose a backend from constants; returns the number of its plan.
-
-    Grad mode and determinism are read here, as they stand while tracing: they are among the
-    global states that compiled code guards anyway. So is what is forced, by its epoch.
-    """
-    from polyattn.torch.door import dtype_name
-
     _define_note()
-    trains = torch.is_grad_enabled()
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    problem = Problem(
-        batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, value_dim=value_dim, dtype=dtype_name(dtype), device=device,
-        arch=present_device()[1] if device == "cuda" else None, layout=layout,
-        mask=None if mask is None else MaskFacts.parse(mask, align), bias=bias,
-        bias_grad=trains and bias_grad, scale=_number(scale), softcap=_number(softcap),
-        sinks=sinks, sinks_grad=trains and sinks_grad, dropout_p=float.fromhex(dropout_p),
-        grad=trains and grad, lse=lse, deterministic=deterministic, contiguous=contiguous,
-        compiled=True,
-    )  # fmt: skip
-    key = (problem, backend, scope, traced, module, layer, epoch)
-    if key not in _numbers:
-        wanted = wishes(backend, None, traced if traced is not None else scope, module)
-        if layer is not None and not wanted.ordered():
-            wanted = replace(wanted, layer=frozenset(layer))
-        plan = plan_for(problem, wanted)
-        number = len(_plans)
-        _plans[number] = plan
-        setattr(_kernels, f"number_{number}", plan.kernel)
-        _numbers[key] = number
-    return _numbers[key]
+    key = (model, asked, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    try:
+        hash(key)
+        known = _numbers.get(key)
+    except TypeError:
+        known, key = None, None
+    if known is None:
+        try:
+            known = _planned(model, asked)
+        except InvalidProblem as error:
+            if not strict:
+                return -1
+            raise through_compiler(error) from None
+        except PolyattnError as error:
+            raise through_compiler(error) from None
+        if key is not None:
+            _numbers[key] = known
+    return known
 
 
 # what torch.compiler.assume_constant_result sets, without importing the whole compiler for it
 _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _planned(model: Any, asked: Any) -> int:
+    q, k, v, mask, bias, sinks = model
+    (scale, softcap, dropout_p, layout, return_lse, deterministic, cast, backend, scope, traced,
+     module, layer, _) = asked  # fmt: skip
+    problem = admit_call(
+        facts_of(q), facts_of(k), facts_of(v), front=_Constants(cast), mask=mask_of(mask),
+        bias=mask_of(bias), scale=from_text(scale), softcap=from_text(softcap),
+        sinks=None if sinks is None else facts_of(sinks), dropout_p=from_text(dropout_p),
+        layout=layout, return_lse=return_lse, deterministic=deterministic, is_simple=True,
+    ).problem  # fmt: skip
+    wanted = wishes(backend, None, traced if traced is not None else scope, module)
+    if not wanted.ordered():  # read while tracing, as torch's own function does
+        left = switched_on()
+        if layer is not None:
+            left = frozenset(layer) if left is None else left & frozenset(layer)
+        wanted = replace(wanted, layer=left)
+    plan = plan_for(problem, wanted)
+    with scopes.lock:
+        number = next(_counter)
+        _plans[number] = plan
+        setattr(_kernels, f"number_{number}", plan.kernel)
+    return number
+
+
+_counter = itertools.count()
+
+
+def from_text(text: Any) -> Any:
+    """Undo :func:`as_text`."""
+    if isinstance(text, tuple):
+        return Other(text[0])
+    return None if text is None else float.fromhex(text)
+
+
+def _forget() -> None:
+    """Drop the plans of the epoch before the last: code that was compiled then runs no more.
+
+    Those of the last one stay, for code that passed its guards before the epoch ended.
+    """
+    _numbers.clear()
+    for number in _passing:
+        _plans.pop(number, None)
+        if hasattr(_kernels, f"number_{number}"):
+            delattr(_kernels, f"number_{number}")
+    _passing[:] = _plans
+
+
+_passing: list[int] = []
+scopes.listeners.append(_forget)
+
+
+def refuse(text: str) -> None:
+    """Raise InvalidProblem while tracing."""
+    raise through_compiler(InvalidProblem(text))
+
+
+refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def through_compiler(error: PolyattnError) -> PolyattnError:
+    """Return the error as one that the compiler hands on as it is, of the same class."""
+    from torch._dynamo.exc import ShortenTraceback  # which it is not to wrap
+
+    kind = type(error)
+    name = kind.__qualname__
+    passed = type(name, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    made = passed.__new__(passed, *error.args)
+    made.__dict__.update(vars(error), first_useful_frame=None)
+    return made
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from polyattn.masks import Mask
 from polyattn.torch.backends.flex.terms import Terms, allowed
-from polyattn.torch.masking import Dims, is_static
+from polyattn.torch.masking import Dims
 
 __all__ = ["Blocks", "block_cache", "build", "rows_at_once"]
 
@@ -144,7 +144,7 @@ def _arrays(mask: Mask) -> list[Tensor]:
             found.append(array)
         return array
 
-    if not is_static(mask):
+    if mask is not None and not mask.is_static:
         mask.map(note)
     return found
 

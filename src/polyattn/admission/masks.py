@@ -1,23 +1,17 @@
-"""Whether the arguments of a call fit each other: what the front-ends of every array library check.
-
-Shapes and ranges only; whether something is an array of the right library, dtype and device is
-for the front-end to say.
-"""
+"""Whether the arrays of masks and biases fit the call: shapes, devices and, where known, entries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from polyattn.admission.arrays import ArrayFacts, Front
 from polyattn.biases import Alibi, Bias
 from polyattn.errors import InvalidProblem
 from polyattn.masks import BlockMap, Dense, Mask, Or, Packed, Padding, PrefixLM, Segments
 from polyattn.payload import shape_of
 
-__all__ = [
-    "Lengths", "check_bias_shape", "check_mask", "check_number", "check_sinks_shape", "lengths_of",
-    "packed_sequences",
-]  # fmt: skip
+__all__ = ["Lengths", "check_bias_shape", "check_devices", "check_mask", "packed_sequences"]
 
 
 class Lengths(Protocol):
@@ -33,46 +27,6 @@ class Lengths(Protocol):
     def kv_len(self) -> int: ...
     @property
     def layout(self) -> str: ...
-
-
-def lengths_of(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], layout: str
-) -> tuple[int, int, int, int, int, int, int]:
-    """Return B, T, N, S, K, H, V from three shapes of the layout's rank; B is 1 when packed.
-
-    >>> lengths_of((2, 8, 4, 16), (2, 9, 2, 16), (2, 9, 2, 32), "BTNH")
-    (2, 8, 4, 9, 2, 16, 32)
-    """
-    if layout == "BNTH":
-        (b, n, t, h), (bk, kh, s, hk), (bv, kv, sv, value_dim) = q, k, v
-    elif layout == "BTNH":
-        (b, t, n, h), (bk, s, kh, hk), (bv, sv, kv, value_dim) = q, k, v
-    else:
-        (t, n, h), (s, kh, hk), (sv, kv, value_dim) = q, k, v
-        b = bk = bv = 1
-    if (bk, hk) != (b, h) or (bv, sv, kv) != (bk, s, kh) or h == 0:
-        raise InvalidProblem(
-            f"got query {tuple(q)}, key {tuple(k)}, value {tuple(v)} ({layout}), expected one "
-            "batch size, one head dim >= 1 of query and key, and as many keys and key/value heads "
-            "in key and value."
-        )
-    return b, t, n, s, kh, h, value_dim
-
-
-def check_number(name: str, number: Any) -> None:
-    """Raise :class:`InvalidProblem` for what is no finite Python number."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise InvalidProblem(f"got {name}={number!r}, expected a Python number.")
-    if not -float("inf") < number < float("inf"):
-        raise InvalidProblem(f"got {name}={number!r}, expected a finite number.")
-
-
-def check_sinks_shape(shape: tuple[int, ...], heads: int) -> None:
-    """Raise :class:`InvalidProblem` where sinks are neither (N,) nor (N, M)."""
-    if len(shape) not in (1, 2) or shape[0] != heads or 0 in shape:
-        raise InvalidProblem(
-            f"got sinks of shape {shape}, expected (N,) or (N, M) with N = {heads}."
-        )
 
 
 def packed_sequences(mask: Mask | None) -> int:
@@ -94,6 +48,24 @@ def packed_sequences(mask: Mask | None) -> int:
 
 def _is_under_or(mask: Mask) -> bool:
     return any("Packed" in part.kinds and part.parts for part in mask.parts) or isinstance(mask, Or)
+
+
+def check_devices(mask: Mask, device: str, front: Front) -> None:
+    """Raise :class:`InvalidProblem` where an array of the mask is on another accelerator."""
+
+    def check(name: str, payload: Any) -> Any:
+        found = None if payload is None else front.facts(payload)
+        if not isinstance(found, ArrayFacts) or found.device == device:
+            return payload  # lists, and arrays of other libraries, are copied
+        if found.device_type not in ("cpu", "meta"):
+            raise InvalidProblem(
+                f"got a mask whose {name} is on {found.device}, expected {device}, where the "
+                "query is; move it there."
+            )
+        return payload
+
+    if not mask.is_static:
+        mask.map(check)
 
 
 def check_mask(

@@ -1,0 +1,243 @@
+"""The model of a traced call: constants that stand for its arguments.
+
+A compiler keeps lengths symbolic, and what is decided about a call may not depend on them but by
+comparisons, which it guards. In the model each length is therefore stood in for by a number of its
+class (see :func:`model_of`) such that two sizes are equal in the model exactly where they are equal
+in the call: whether arguments fit each other is the same question of both. Where no such numbers are
+found, and to say in an error what was really given, the model holds the sizes themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.admission import ArrayFacts, Other
+from polyattn.biases import Bias
+from polyattn.masks import BlockMap, Mask
+from polyattn.simplify import simplify
+
+__all__ = ["facts_of", "mask_of", "model_of", "model_of_sdpa"]
+
+_ARRAY, _OTHER = "array", "other"
+
+
+def model_of(
+    q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, exact: bool
+) -> tuple[Any, Any, Any]:
+    """Return what is empty of (B, T, S, N) as sizes, the simplified mask, and the model.
+
+    The model is nested tuples of constants, or None where only an `exact` one can be made: with
+    symbolic lengths T, S and B rounded up to powers of two, in the order that they have and apart
+    from each other and from N where they differ.
+
+    Its functions are nested ones because a compiler guards every global function, at each call.
+    """
+
+    def round_up(size: int) -> int:
+        # by comparisons only, which guard a range of a symbolic size
+        bound = 1
+        while bound < size:
+            bound *= 2
+        return bound if size else 0
+
+    def number_of(size: int) -> int:
+        low, high = 0, round_up(size)
+        while low < high:
+            middle = (low + high) // 2
+            if size <= middle:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def apart(stand_in: int, size: int, others: list[tuple[int, int]]) -> int:
+        clash = True
+        while clash:
+            clash = False
+            for other, taken in others:
+                if stand_in == taken and size != other:
+                    stand_in *= 2
+                    clash = True
+        return stand_in
+
+    stands: list[tuple[int, int]] = []  # sizes and what stands in for them
+    unknown = [False]
+    t = s = n = b = stands_for_t = stands_for_s = 1
+
+    def modelled(size: int) -> int:
+        if exact:
+            return number_of(size)
+        for known, stand_in in stands:
+            if size == known:
+                return stand_in
+        unknown[0] = True
+        return number_of(size)
+
+    def array(x: Any, last: int | None = None) -> Any:
+        """Describe an array; `last`: how many of its dims may not be stood in for."""
+        if not isinstance(x, Tensor):
+            return (_OTHER, type(x).__name__)
+        if x.is_nested or x.layout != torch.strided:
+            form = "nested" if x.is_nested else "sparse"
+            return (_ARRAY, (), x.dtype, str(x.device), x.requires_grad, True, form)
+        unit = x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1
+        shape = tuple([modelled(size) for size in x.shape])
+        return (_ARRAY, shape, x.dtype, str(x.device), x.requires_grad, unit, "strided")
+
+    def argument(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return array(x)
+        return number_of(x) if isinstance(x, int) and not isinstance(x, bool) else x
+
+    def blocks(leaf: Any) -> Any:
+        """A block map has dims that are counts of blocks: they are compared here."""
+        counts = leaf.counts.shape if isinstance(leaf.counts, Tensor) else None
+        if exact or counts is None:
+            return (type(leaf), tuple([argument(x) for x in leaf.arguments]))
+        if counts[2] != -(-t // leaf.block_q):
+            unknown[0] = True
+        rows, most = -(-stands_for_t // leaf.block_q), number_of(leaf.indices.shape[3])
+        shape = (modelled(counts[0]), modelled(counts[1]), rows)
+        found = []
+        for x, dims in ((leaf.indices, (*shape, most)), (leaf.counts, shape)):
+            found.append((_ARRAY, dims, x.dtype, str(x.device), False, True, "strided"))
+        return (type(leaf), (number_of(leaf.block_q), number_of(leaf.block_k), *found))
+
+    def holder(x: Any) -> Any:
+        if isinstance(x, Mask):
+            if x.parts:
+                return (type(x), (tuple([holder(part) for part in x.parts]),))
+            if isinstance(x, BlockMap):
+                return blocks(x)
+            return (type(x), tuple([argument(a) for a in x.arguments]))
+        if isinstance(x, Bias):
+            return (type(x), (array(x.payload),))
+        return None if x is None else (_OTHER, type(x).__name__, isinstance(x, Tensor))
+
+    def inputs() -> Any:
+        return (
+            array(q), array(k), array(v), holder(mask), holder(bias),
+            None if sinks is None else array(sinks),
+        )  # fmt: skip
+
+    rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout) if isinstance(layout, str) else None
+    fits = rank is not None and isinstance(q, Tensor) and isinstance(k, Tensor)
+    fits = fits and isinstance(v, Tensor) and not (q.is_nested or k.is_nested or v.is_nested)
+    fits = fits and q.dim() == rank and k.dim() == rank and v.dim() == rank
+    if not fits:
+        return (1, 1, 1, 1), mask, inputs() if exact else None
+    ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
+    t, s, n = q.shape[ti], k.shape[ti], q.shape[ni]
+    b = 1 if layout == "packed" else q.shape[0]
+    if isinstance(mask, Mask) and layout != "packed":
+        mask = simplify(mask, t, s)
+    if not exact:
+        fixed = [(1, 1)]
+        for x in (q.shape[ni], k.shape[ni], q.shape[-1], v.shape[-1]):
+            fixed.append((x, number_of(x)))
+        stands_for_t, stands_for_s = round_up(t), round_up(s)
+        if mask is not None or bias is not None:  # whose arrays are compared with these
+            stands_for_t = apart(stands_for_t, t, fixed)
+            stands_for_s = apart(stands_for_s, s, fixed)
+        if t == s:
+            stands_for_s = stands_for_t
+        elif t < s:
+            while stands_for_s <= stands_for_t:
+                stands_for_s = apart(stands_for_s * 2, s, fixed)
+        else:
+            while stands_for_t <= stands_for_s:
+                stands_for_t = apart(stands_for_t * 2, t, fixed)
+        stands = [*fixed, (t, stands_for_t), (s, stands_for_s)]
+        if layout == "packed":
+            stands_for_b = 1
+            sequences = _sequences(mask)
+            if sequences is not None:
+                stands_for_b = round_up(sequences)
+                stands.append((sequences + 1, stands_for_b + 1))
+                stands.append((sequences, stands_for_b))
+        elif b != t and b != s:
+            stands.append((b, apart(round_up(b), b, stands)))
+    model = inputs()
+    if layout == "packed" and _sequences(mask) is not None:
+        b = _sequences(mask)
+    return (b, t, s, n), mask, None if unknown[0] else model
+
+
+def model_of_sdpa(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+) -> Any:
+    """Return the model of a call with torch's signature, or text that says why it can have none.
+
+    Here sizes are only compared with each other: one of each set of equal ones stands for it.
+    """
+    arrays = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
+    for x in arrays:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return f"a tensor of type {type(x).__name__}"
+    seen: list[Any] = [0, 1]  # sizes that mean something by themselves
+    grouped = False
+    if gqa and q.dim() == k.dim() == v.dim() and q.dim() >= 4 and k.shape[-3] == v.shape[-3]:
+        grouped = k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
+
+    def modelled(x: Tensor, as_query: bool) -> Any:
+        if x.is_nested or x.layout != torch.strided:
+            form = "nested" if x.is_nested else "sparse"
+            return (_ARRAY, (), x.dtype, str(x.device), False, True, form)
+        shape = []
+        for at in range(x.dim()):
+            # heads that share keys and values fit as if they did not
+            size = q.shape[at] if as_query and at == x.dim() - 3 else x.shape[at]
+            place = -1
+            for i in range(len(seen)):
+                if size == seen[i]:
+                    place = i
+                    break
+            if place < 0:
+                place = len(seen)
+                seen.append(size)
+            shape.append(place)
+        return (_ARRAY, tuple(shape), x.dtype, str(x.device), False, True, "strided")
+
+    made = [modelled(x, grouped and x is not attn_mask and x is not q) for x in arrays]
+    return (*made, *(() if attn_mask is not None else (None,)), dropout_p, is_causal, scale, gqa)
+
+
+def _sequences(mask: Any) -> Any:
+    if isinstance(mask, Mask):
+        for leaf in mask.leaves():
+            if type(leaf).__name__ == "Packed" and isinstance(leaf.arguments[0], Tensor):
+                return leaf.arguments[0].shape[0] - 1
+    return None
+
+
+def facts_of(x: Any) -> ArrayFacts | Other:
+    """Return an array of the model as admission sees it."""
+    if isinstance(x, (ArrayFacts, Other)):
+        return x
+    if isinstance(x, tuple) and x and x[0] == _ARRAY:
+        _, shape, dtype, device, grad, unit_stride, form = x
+        return ArrayFacts(shape, str(dtype).rpartition(".")[2], device, grad, unit_stride, form)
+    if isinstance(x, tuple) and x and x[0] == _OTHER:
+        return Other(*x[1:])
+    return Other(type(x).__name__)
+
+
+def mask_of(x: Any) -> Any:
+    """Return the mask or bias that the model holds, with facts in place of its arrays."""
+    if x is None:
+        return None
+    kind, arguments = x[0], x[1]
+    if kind == _OTHER:
+        return Other(*x[1:])
+
+    def made(argument: Any) -> Any:
+        if not isinstance(argument, tuple) or not argument:
+            return argument
+        if isinstance(argument[0], type):
+            return mask_of(argument)
+        return facts_of(argument) if argument[0] in (_ARRAY, _OTHER) else tuple(map(made, argument))
+
+    return kind(*map(made, arguments))
