@@ -345,6 +345,9 @@ def test_threads_and_calls_from_many_threads() -> None:
 Q, KEY, VALUE = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in draw())
 
 
+NAMES = ("query", "key", "value")
+
+
 class Tensor:
     """What another library's array looks like from here."""
 
@@ -356,13 +359,16 @@ Tensor.__module__ = "torch"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": [1.0]}, "builtins.list, expected a numpy.ndarray"),
+        ({"query": [1.0]}, "list, expected a numpy.ndarray"),
         ({"query": Tensor()}, "call polyattn.torch.attention"),
         ({"key": np.ma.masked_array(KEY)}, "masked array"),
         ({"query": Q[0]}, r"4 dims \(B, T, N, H\)"),
-        ({"query": Q.astype(np.float64)}, "float64.*astype"),
-        ({"query": Q.astype(np.int32)}, "int32, expected one of float32"),
-        ({"key": KEY.astype(np.float16)}, "float16 with query float32"),
+        (
+            {name: x.astype(np.float64) for name, x in zip(NAMES, (Q, KEY, VALUE), strict=True)},
+            "float64.*astype",
+        ),
+        ({"query": Q.astype(np.int32)}, "int32, expected one of float16"),
+        ({"key": KEY.astype(np.float16)}, "float16 on cpu with query float32"),
         ({"key": KEY[:1]}, "one batch size"),
         ({"key": KEY[..., :8]}, "one head dim"),
         ({"value": VALUE[:, :5]}, "as many keys"),

@@ -56,6 +56,9 @@ def admit(
         raise InvalidProblem(f"got layout={layout!r}, expected one of {', '.join(LAYOUTS)}.")
     q = _input("query", query, layout, front)
     around = front.surroundings(q)
+    dtype = around.cast or q.dtype
+    if dtype not in DTYPES:
+        raise InvalidProblem(f"got query of dtype {dtype}, expected one of {', '.join(DTYPES)}.")
     k, v = (
         _alike(name, _input(name, x, layout, front), q, around.cast)
         for name, x in (("key", key), ("value", value))
@@ -64,9 +67,6 @@ def admit(
         q.shape, k.shape, v.shape, layout
     )
     _check_types(mask, bias, front)
-    dtype = around.cast or q.dtype
-    if dtype not in DTYPES:
-        raise InvalidProblem(f"got query of dtype {dtype}, expected one of {', '.join(DTYPES)}.")
     if layout == "packed":
         batch = packed_sequences(mask)
     elif mask is not None and not is_simple:
@@ -74,35 +74,18 @@ def admit(
     if mask is not None:
         check_devices(mask, q.device, front)
         mask = front.bind(mask, q.device)
-    added = None if bias is None else _bias(bias, q.device, front)
-    logits = None if sinks is None else _sinks(sinks, heads, q.device, front)
     problem = Problem(
-        batch=batch,
-        q_len=q_len,
-        kv_len=kv_len,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=dtype,
-        device=q.device_type,
-        arch=around.arch,
-        framework=front.framework,
-        layout=layout,
-        mask=MaskFacts.of(mask),
-        bias=None if bias is None else bias.signature,
-        bias_grad=around.trains and added is not None and added.grad,
+        batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, value_dim=value_dim, dtype=dtype, device=q.device_type,
+        arch=around.arch, framework=front.framework, layout=layout, mask=MaskFacts.of(mask),
         scale=None if scale is None else number("scale", scale),
         softcap=None if softcap is None else number("softcap", softcap),
-        sinks=0 if logits is None else math.prod(logits.shape[1:]),
-        sinks_grad=around.trains and logits is not None and logits.grad,
-        dropout_p=number("dropout_p", dropout_p),
-        grad=around.trains and (q.grad or k.grad or v.grad),
-        lse=bool(return_lse),
+        dropout_p=number("dropout_p", dropout_p), lse=bool(return_lse),
         deterministic=around.deterministic if deterministic is None else bool(deterministic),
-        contiguous=q.unit_stride and k.unit_stride and v.unit_stride,
-        compiled=around.compiled,
-    )
+        grad=around.trains and any(x.grad for x in (q, k, v)),
+        contiguous=all(x.unit_stride for x in (q, k, v)), compiled=around.compiled,
+        **_added(bias, sinks, heads, q.device, around.trains, front),
+    )  # fmt: skip
     if mask is not None:
         check_mask(mask, problem, front.known, front.arange)
     if bias is not None:
@@ -194,6 +177,20 @@ def number(name: str, x: Any) -> float:
     return float(x)
 
 
+def _added(
+    bias: Bias | None, sinks: Any, heads: int, device: str, trains: bool, front: Front
+) -> dict[str, Any]:
+    """Return what a problem keeps of bias and sinks."""
+    facts: dict[str, Any] = {}
+    if bias is not None:
+        found = _bias(bias, device, front)
+        facts |= {"bias": bias.signature, "bias_grad": trains and found.grad}
+    if sinks is not None:
+        found = _sinks(sinks, heads, device, front)
+        facts |= {"sinks": math.prod(found.shape[1:]), "sinks_grad": trains and found.grad}
+    return facts
+
+
 def _bias(bias: Bias, device: str, front: Front) -> ArrayFacts:
     found = front.facts(bias.payload)
     if isinstance(found, Other) or found.device != device:
@@ -207,9 +204,7 @@ def _bias(bias: Bias, device: str, front: Front) -> ArrayFacts:
 def _sinks(sinks: Any, heads: int, device: str, front: Front) -> ArrayFacts:
     found = front.facts(sinks)
     if isinstance(found, Other):
-        raise InvalidProblem(
-            f"got sinks of type {found.type_name}, expected a {front.array_type}."
-        )
+        raise InvalidProblem(f"got sinks of type {found.type_name}, expected a {front.array_type}.")
     if len(found.shape) not in (1, 2) or found.shape[0] != heads or 0 in found.shape:
         raise InvalidProblem(
             f"got sinks of shape {found.shape}, expected (N,) or (N, M) with N = {heads}."

@@ -1,4 +1,4 @@
-"""Whether the arrays of masks and biases fit the call: shapes, devices and, where known, entries."""
+"""Whether the arrays of masks and biases fit the call: shapes, devices, known entries."""
 
 from __future__ import annotations
 

@@ -82,9 +82,7 @@ def _check_mask(mask: Any) -> None:
         )
 
 
-def _check_integers(
-    name: str, x: Any, shape: tuple[int, ...], device: str, front: Front
-) -> None:
+def _check_integers(name: str, x: Any, shape: tuple[int, ...], device: str, front: Front) -> None:
     found = front.facts(x)
     if (
         not isinstance(found, ArrayFacts)

@@ -58,9 +58,7 @@ def only_torch(call: SdpaFacts) -> str | None:
     return None if mask is None else _mask(q, k, mask, call.is_causal)
 
 
-def _do_not_fit(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], gqa: bool
-) -> bool:
+def _do_not_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], gqa: bool) -> bool:
     """Say whether the shapes are wrong, or broadcast in a way that only torch computes."""
     grouped = gqa and len(q) >= 4
     heads = k[-3] == v[-3] and (q[-3] % max(k[-3], 1) == 0 if grouped else q[-3] == k[-3])

@@ -169,19 +169,31 @@ def _foreign(
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     options = {"scale": scale, "enable_gqa": enable_gqa}
     own = [x for x in arrays if type(x) not in _PLAIN]
-    bias = sys.modules.get("torch.nn.attention.bias")
-    if has_torch_function(arrays) and (
-        not own or (bias is not None and isinstance(attn_mask, bias.CausalBias))
-    ):  # a mode, or a class that compares the function with torch.nn.functional's at present
-        return handle_torch_function(routed, arrays, *args, **options)
-    if not any(type(x).__name__ == "FakeTensor" for x in own):  # those only look, nothing runs
+    if own and not any(type(x).__name__ == "FakeTensor" for x in own):  # those only look
         kinds = ", ".join(sorted({type(x).__name__ for x in own}))
-        reason = f"a tensor of type {kinds}" if own else "torch.jit traces it"
-        dropin._refuse_if_requested(reason)
-        _tell_passed(reason, SdpaCall(query, key, value, attn_mask))
+        _pass(f"a tensor of type {kinds}", SdpaCall(query, key, value, attn_mask))
+    elif torch._C._get_tracing_state() is not None:
+        _pass("torch.jit traces it", SdpaCall(query, key, value, attn_mask))
     if has_torch_function(arrays):
-        return handle_torch_function(torch_sdpa, arrays, *args, **options)
+        return handle_torch_function(_standing_in(own), arrays, *args, **options)
     return torch_sdpa(*args, **options)
+
+
+def _standing_in(own: list[Any]) -> Any:
+    """Return the function that overrides look for.
+
+    torch's own compare it with what stands in torch's namespaces at present; others keep tables,
+    which hold torch's.
+    """
+    kinds = [type(x).__module__ for x in own]
+    if any(kind.startswith("torch.nested") for kind in kinds):
+        return torch._C._nn.scaled_dot_product_attention
+    return routed if all(kind.startswith("torch.") for kind in kinds) else torch_sdpa
+
+
+def _pass(reason: str, call: SdpaCall) -> None:
+    dropin.hand_to_torch(reason)
+    _tell_passed(reason, call)
 
 
 def _scoped(*args: Any) -> Any:

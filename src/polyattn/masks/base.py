@@ -83,7 +83,7 @@ class Mask:
     @property
     def is_static(self) -> bool:
         """Whether the tree carries no arrays, so that the lengths determine the mask."""
-        return all([leaf.static for leaf in self.leaves()])
+        return all(leaf.static for leaf in self.leaves())
 
     @property
     def arguments(self) -> tuple[Any, ...]:

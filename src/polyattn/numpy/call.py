@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn import fit
-from polyattn.biases import Alibi, Bias
+from polyattn.admission import ArrayFacts, Other, Surroundings, admit
+from polyattn.biases import Alibi
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
 from polyattn.native import module
@@ -25,10 +24,9 @@ from polyattn.numpy.arrays import (
     slopes_argument,
     with_dense_rows,
 )
-from polyattn.numpy.masks import Library, bind_mask, check_mask, program_of
-from polyattn.problem import LAYOUTS, MaskFacts, Problem
+from polyattn.numpy.masks import Library, bind_mask, program_of
+from polyattn.problem import Problem
 from polyattn.processor import processors_usable
-from polyattn.simplify import simplify
 
 __all__ = ["attend"]
 
@@ -101,100 +99,53 @@ def _problem(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, layout: Any
 ) -> tuple[Problem, Mask | None]:
     """Check all but the threads; return the call's facts, and its mask with NumPy arrays."""
-    _check_inputs(q, k, v, layout)
-    b, t, n, s, kv_heads, h, value_dim = fit.lengths_of(q.shape, k.shape, v.shape, layout)
-    _check_holders(mask, bias)
-    if layout == "packed":
-        b = fit.packed_sequences(mask)
-    else:
-        mask = simplify(mask, t, s)
-    if mask is not None:
-        mask = bind_mask(mask)
-    if sinks is not None:
-        _check_array("sinks", sinks)
-        _check_float("sinks", sinks)
-        fit.check_sinks_shape(sinks.shape, n)
-    problem = Problem(
-        batch=b, q_len=t, kv_len=s, heads=n, kv_heads=kv_heads, head_dim=h, value_dim=value_dim,
-        dtype=q.dtype.name, framework="numpy", layout=layout, mask=MaskFacts.of(mask),
-        bias=None if bias is None else bias.signature, scale=_number("scale", scale),
-        softcap=_number("softcap", softcap),
-        sinks=0 if sinks is None else math.prod(sinks.shape[1:]),
+    problem, bound, _ = admit(
+        q, k, v, front=FRONT, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks,
+        layout=layout,
     )  # fmt: skip
-    if mask is not None:
-        check_mask(mask, problem)
-    if bias is not None:
-        fit.check_bias_shape(bias, problem)
-    return problem, mask
-
-
-def _check_inputs(q: Any, k: Any, v: Any, layout: Any) -> None:
-    if layout not in LAYOUTS:
-        raise InvalidProblem(f"got layout={layout!r}, expected one of {', '.join(LAYOUTS)}.")
-    rank = 3 if layout == "packed" else 4
-    letters = "(total, N, H)" if layout == "packed" else f"({', '.join(layout)})"
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        _check_array(name, x)
-        if x.ndim != rank:
-            raise InvalidProblem(
-                f"got {name} of shape {x.shape}, expected {rank} dims {letters} for "
-                f"layout={layout!r}."
-            )
-    dtype = q.dtype.name
-    if dtype not in DTYPES:
-        hint = (
-            "cast with astype(numpy.float32), or compute in float64 with polyattn.torch.attention"
-            if dtype == "float64"
-            else "cast it"
-        )
+    if problem.dtype not in DTYPES:
         raise InvalidProblem(
-            f"got query of dtype {dtype}, expected one of {', '.join(DTYPES)}; {hint}."
+            f"got query of dtype {problem.dtype}, expected one of {', '.join(DTYPES)}; cast with "
+            "astype(numpy.float32), or compute in float64 with polyattn.torch.attention."
         )
-    for name, x in (("key", k), ("value", v)):
-        if x.dtype.name != dtype:
-            raise InvalidProblem(
-                f"got {name} {x.dtype.name} with query {dtype}, expected one dtype; cast it."
+    return problem, bound
+
+
+class NumpyFront:
+    """NumPy arrays, for :class:`polyattn.admission.Front`."""
+
+    framework = "numpy"
+    array_type = "numpy.ndarray"
+
+    def facts(self, x: Any) -> ArrayFacts | Other:
+        if isinstance(x, np.ma.MaskedArray):
+            hint = (
+                "the mask of a masked array means nothing here: make it a plain array, and say "
+                "what may be seen by mask=polyattn.Dense(...)"
             )
+            return Other("MaskedArray", True, hint)
+        if isinstance(x, np.ndarray):
+            return ArrayFacts(x.shape, x.dtype.name)
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        hint = "make it one with numpy.asarray, on the CPU" if is_array else ""
+        if type(x).__module__.partition(".")[0] == "torch":
+            hint = "call polyattn.torch.attention with tensors"
+        return Other(type(x).__name__, is_array, hint)
+
+    def surroundings(self, query: ArrayFacts) -> Surroundings:
+        return Surroundings()
+
+    def bind(self, mask: Mask, device: str) -> Mask:
+        return bind_mask(mask)
+
+    def known(self, payload: Any) -> Any:
+        return payload
+
+    def arange(self, size: int) -> Any:
+        return np.arange(size)
 
 
-def _check_array(name: str, x: Any) -> None:
-    if isinstance(x, np.ma.MaskedArray):
-        raise InvalidProblem(
-            f"got {name} as a masked array, whose mask means nothing here, expected a plain one; "
-            "say what may be seen by mask=polyattn.Dense(...)."
-        )
-    if not isinstance(x, np.ndarray):
-        library = type(x).__module__.partition(".")[0]
-        hint = (
-            "call polyattn.torch.attention with tensors"
-            if library == "torch"
-            else "make it one with numpy.asarray, on the CPU"
-        )
-        raise InvalidProblem(
-            f"got {name} of type {library}.{type(x).__name__}, expected a numpy.ndarray; {hint}."
-        )
-
-
-def _check_float(name: str, x: Array) -> None:
-    if "float" not in x.dtype.name:
-        raise InvalidProblem(f"got {name} of dtype {x.dtype.name}, expected floating point.")
-
-
-def _check_holders(mask: Any, bias: Any) -> None:
-    """Check that masks and biases are those of this package, and that biases hold arrays."""
-    kinds: Sequence[tuple[str, Any, type, str]] = (
-        ("mask", mask, Mask, "Dense"), ("bias", bias, Bias, "DenseBias"),
-    )  # fmt: skip
-    for name, x, kind, wrapper in kinds:
-        if x is not None and not isinstance(x, kind):
-            hint = f"wrap it as polyattn.{wrapper}({name})"
-            if not isinstance(x, np.ndarray):
-                hint = f"see polyattn.{kind.__module__.split('.')[1]}"
-            raise InvalidProblem(
-                f"got {name} of type {type(x).__name__}, expected a {kind.__name__}; {hint}."
-            )
-    if bias is not None:
-        _check_array(repr(bias), bias.payload)
+FRONT = NumpyFront()
 
 
 def _float32(x: Array) -> Array:
@@ -209,12 +160,3 @@ def _checked_threads(threads: Any) -> int:
     if not 1 <= threads <= _MOST_THREADS:
         raise InvalidProblem(f"got threads={threads}, expected 1 to {_MOST_THREADS}.")
     return int(threads)
-
-
-def _number(name: str, number: Any) -> float | None:
-    if number is None:
-        return None
-    if isinstance(number, np.number) and not isinstance(number, np.complexfloating):
-        number = number.item()
-    fit.check_number(name, number)
-    return float(number)

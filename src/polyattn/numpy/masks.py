@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from polyattn import fit
+from polyattn.admission.masks import Lengths
 from polyattn.errors import InvalidProblem
 from polyattn.masks import BlockMap, Index, Mask, Packed
 from polyattn.native.program import Program, dense_program, encode
 from polyattn.numpy.arrays import Array, pointer, readable, strides
 
-__all__ = ["Library", "bind_mask", "check_mask", "program_of"]
+__all__ = ["Library", "bind_mask", "program_of"]
 
 
 def bind_mask(mask: Mask) -> Mask:
@@ -32,11 +32,6 @@ def bind_mask(mask: Mask) -> Mask:
         return array if array.size else array.astype(bool if name == "mask" else np.int64)
 
     return mask.map(turn)
-
-
-def check_mask(mask: Mask, lengths: fit.Lengths) -> None:
-    """Raise :class:`InvalidProblem` where an array of a bound mask does not fit the call."""
-    fit.check_mask(mask, lengths, lambda payload: payload, np.arange)
 
 
 class Library:
@@ -62,7 +57,7 @@ class Library:
         return strides(array)
 
 
-def program_of(mask: Mask, lengths: fit.Lengths) -> Program:
+def program_of(mask: Mask, lengths: Lengths) -> Program:
     """Return the program of a bound mask; what has none becomes a dense mask."""
     program = encode(mask)
     return dense_program(_materialise(mask, lengths)) if program is None else program
@@ -78,7 +73,7 @@ def _block_bits(mask: BlockMap, kv_len: int) -> Array:
     return bits[..., :blocks]
 
 
-def _materialise(mask: Mask, lengths: fit.Lengths) -> Array:
+def _materialise(mask: Mask, lengths: Lengths) -> Array:
     """Return the dense mask, (B|1, N|1, T|1, S|1) bool."""
     return np.asarray(_with_bits(mask, lengths.kv_len).allows(_grid(mask, lengths)))
 
@@ -93,7 +88,7 @@ def _with_bits(mask: Mask, kv_len: int) -> Mask:
     return mask
 
 
-def _grid(mask: Mask, lengths: fit.Lengths) -> Index:
+def _grid(mask: Mask, lengths: Lengths) -> Index:
     """Return coordinates that broadcast to (B, N, T, S) for :meth:`Mask.allows`."""
     t = np.arange(lengths.q_len).reshape(1, 1, -1, 1)
     j = np.arange(lengths.kv_len).reshape(1, 1, 1, -1)

@@ -22,7 +22,17 @@ from torch._C import (
 
 from polyattn import scopes, settings
 
-__all__ = ["PLAIN", "Entry", "Key", "Table", "array_key", "around", "switches", "table", "tensor_check"]
+__all__ = [
+    "PLAIN",
+    "Entry",
+    "Key",
+    "Table",
+    "array_key",
+    "around",
+    "switches",
+    "table",
+    "tensor_check",
+]
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The types of tensors that the table holds; others take the long way each time."""
@@ -237,7 +247,9 @@ class Table:
         alike = row.by_shapes.get((q.shape, k.shape, v.shape), ())
         return next((entry for entry in alike if entry.check(q, k, v)), None)
 
-    def add(self, key: Key | None, entry: Entry, q: Tensor, k: Tensor, v: Tensor, epoch: str) -> None:
+    def add(
+        self, key: Key | None, entry: Entry, q: Tensor, k: Tensor, v: Tensor, epoch: str
+    ) -> None:
         """Remember an entry as the newest of its key, unless its `epoch` has passed."""
         if key is None or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
             return

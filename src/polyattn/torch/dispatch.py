@@ -148,9 +148,7 @@ def _remember(
     return entry
 
 
-def _again(
-    entry: Entry, way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any
-) -> Entry:
+def _again(entry: Entry, way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any) -> Entry:
     """Prepare the noted choice for a recomputation that differs from the forward pass.
 
     Reentrant checkpointing runs the forward pass without gradients and computes again with them,

@@ -1,4 +1,4 @@
-"""torch's side of the door: how `polyattn.admission` sees tensors, and what torch has around a call."""
+"""torch's side of the door: how `polyattn.admission` sees tensors, and what is around a call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class TorchFront:
     array_type = "torch.Tensor"
     facts = staticmethod(facts_of)
     known = staticmethod(known)
-    arange = staticmethod(torch.arange)
 
     def surroundings(self, query: ArrayFacts) -> Surroundings:
         cast = autocast_to(query.dtype, query.device_type)
@@ -68,6 +67,9 @@ class TorchFront:
 
     def bind(self, mask: Mask, device: str) -> Mask:
         return bind_mask(mask, torch.device(device))
+
+    def arange(self, size: int) -> Tensor:
+        return torch.arange(size)
 
 
 FRONT = TorchFront()

@@ -5,7 +5,8 @@ tensors, tensor subclasses, inputs of 2 dims, broadcasting batches) and what is 
 torch's own function, which computes it or raises its own error; a recorder notes such calls under
 the backend name ``torch``. When a backend is requested, such calls raise instead, unless the
 request allows a fallback (``on_unsupported="fallback"``), which is then noted. Kernels that the
-program has switched off (``sdpa_kernel(...)``, ``torch.backends.cuda.enable_*_sdp``) are not chosen.
+program has switched off (``sdpa_kernel(...)``, ``torch.backends.cuda.enable_*_sdp``) are not
+chosen.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from polyattn.masks import Causal, Dense, Mask
 from polyattn.registry import registry
 from polyattn.selection import Selection, Source
 from polyattn.torch import recompute, traced
-from polyattn.torch.cache import PLAIN, Key, array_key, around, switches, table
+from polyattn.torch.cache import PLAIN, Key, around, array_key, switches, table
 from polyattn.torch.dispatch import AttentionWay, dispatch, runner
 from polyattn.torch.door import Call, admit, facts_of
 from polyattn.torch.model import facts_of as facts_of_model
@@ -149,8 +150,9 @@ def _beyond(
             return f"a tensor of type {type(x).__name__}"
     if torch._C._are_functorch_transforms_active():
         return "a function transform (torch.func) is active"
-    arrays = [None if x is None else facts_of(x) for x in (q, k, v, mask)]
-    return only_torch(SdpaFacts(*arrays, dropout_p, is_causal, scale, gqa))  # type: ignore[arg-type]
+    q, k, v = (facts_of(x) for x in (q, k, v))
+    mask = None if mask is None else facts_of(mask)
+    return only_torch(SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa))
 
 
 def _modelled(
@@ -191,7 +193,7 @@ def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict
 
 
 def hand_to_torch(reason: str) -> None:
-    """Note that torch's own function runs a call, or raise Unsupported if a request forbids that."""
+    """Note that torch's own function runs a call, or raise Unsupported if a request forbids."""
     fallback = _refused(reason, scopes.current_scope(), scopes.local.module)
     selection = Selection(
         "torch", Source.HEURISTIC, reason=reason, version=torch.__version__, fallback=fallback
@@ -236,9 +238,11 @@ _traced_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _sdpa_facts(model: Any) -> SdpaFacts:
-    arrays = [None if x is None else facts_of_model(x) for x in model[:4]]
-    dropout_p, is_causal, scale, gqa = model[4:]
-    return SdpaFacts(*arrays, traced.from_text(dropout_p), is_causal, traced.from_text(scale), gqa)  # type: ignore[arg-type]
+    q, k, v, mask, dropout_p, is_causal, scale, gqa = model
+    q, k, v = (facts_of_model(x) for x in (q, k, v))
+    mask = None if mask is None else facts_of_model(mask)
+    dropout_p, scale = traced.from_text(dropout_p), traced.from_text(scale)
+    return SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa)
 
 
 def _traced(

@@ -3,8 +3,8 @@
 A compiler keeps lengths symbolic, and what is decided about a call may not depend on them but by
 comparisons, which it guards. In the model each length is therefore stood in for by a number of its
 class (see :func:`model_of`) such that two sizes are equal in the model exactly where they are equal
-in the call: whether arguments fit each other is the same question of both. Where no such numbers are
-found, and to say in an error what was really given, the model holds the sizes themselves.
+in the call: whether arguments fit each other is the same question of both. Where no such numbers
+are found, and to say in an error what was really given, the model holds the sizes themselves.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from polyattn.admission import ArrayFacts, Other, Surroundings
 from polyattn.admission import admit as admit_call
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
-from polyattn.simplify import simplify
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
@@ -119,12 +118,13 @@ def _resolve(model: Any, asked: Any, strict: bool) -> int:
     Not `strict`: -1 for what is no call, since only a model of the very sizes can say why.
     """
     _define_note()
-    key = (model, asked, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    key: Any = (
+        model, asked, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    )  # fmt: skip
     try:
-        hash(key)
         known = _numbers.get(key)
-    except TypeError:
-        known, key = None, None
+    except TypeError:  # an option without a hash: for admission to say
+        known = key = None
     if known is None:
         try:
             known = _planned(model, asked)
