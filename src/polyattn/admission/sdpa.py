@@ -14,12 +14,12 @@ __all__ = ["SdpaFacts", "only_torch"]
 
 
 class SdpaFacts(NamedTuple):
-    """The arguments of torch's function in plain form; arrays that are no tensors are None."""
+    """The arguments of torch's function in plain form: arrays as :class:`ArrayFacts`."""
 
-    query: ArrayFacts
-    key: ArrayFacts
-    value: ArrayFacts
-    attn_mask: ArrayFacts | None
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any
     dropout_p: Any
     is_causal: Any
     scale: Any

@@ -182,17 +182,23 @@ def _foreign(
 def _standing_in(own: list[Any]) -> Any:
     """Return the function that overrides look for.
 
-    torch's own compare it with what stands in torch's namespaces at present; others keep tables,
-    which hold torch's.
+    Nested tensors and CausalBias compare it with what stands in torch's namespaces at present;
+    others keep tables or graphs, which hold torch's.
     """
     kinds = [type(x).__module__ for x in own]
     if any(kind.startswith("torch.nested") for kind in kinds):
         return torch._C._nn.scaled_dot_product_attention
-    return routed if all(kind.startswith("torch.") for kind in kinds) else torch_sdpa
+    compares = not own or "torch.nn.attention.bias" in kinds
+    return routed if compares else torch_sdpa
 
 
 def _pass(reason: str, call: SdpaCall) -> None:
-    dropin.hand_to_torch(reason)
+    outer = [r for r in scopes.recording.get(()) if not isinstance(r, _Compiled)]
+    token = scopes.recording.set(tuple(outer))
+    try:
+        dropin.hand_to_torch(reason)
+    finally:
+        scopes.recording.reset(token)
     _tell_passed(reason, call)
 
 

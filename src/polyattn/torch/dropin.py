@@ -150,8 +150,7 @@ def _beyond(
             return f"a tensor of type {type(x).__name__}"
     if torch._C._are_functorch_transforms_active():
         return "a function transform (torch.func) is active"
-    q, k, v = (facts_of(x) for x in (q, k, v))
-    mask = None if mask is None else facts_of(mask)
+    q, k, v, mask = (None if x is None else facts_of(x) for x in (q, k, v, mask))
     return only_torch(SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa))
 
 
@@ -239,8 +238,7 @@ _traced_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _sdpa_facts(model: Any) -> SdpaFacts:
     q, k, v, mask, dropout_p, is_causal, scale, gqa = model
-    q, k, v = (facts_of_model(x) for x in (q, k, v))
-    mask = None if mask is None else facts_of_model(mask)
+    q, k, v, mask = (None if x is None else facts_of_model(x) for x in (q, k, v, mask))
     dropout_p, scale = traced.from_text(dropout_p), traced.from_text(scale)
     return SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa)
 
