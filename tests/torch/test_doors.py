@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyattn import Causal, Dense, DenseBias, InvalidProblem, PolyattnError, numpy_attention
+from polyattn import (
+    Causal,
+    Dense,
+    DenseBias,
+    InvalidProblem,
+    PolyattnError,
+    errors,
+    numpy_attention,
+)
 from polyattn.native import module
 from polyattn.registry import Available
 from polyattn.torch import attention, explain, paged_attention, plan
@@ -30,10 +38,10 @@ def outcome(function: Any, *args: Any, **kwargs: Any) -> Outcome:
     try:
         found = function(*args, **kwargs)
     except PolyattnError as error:
-        kind = next(c for c in type(error).__mro__ if c.__module__ == "polyattn.errors")
+        kind = next(c for c in type(error).__mro__ if c in vars(errors).values())
         return ("error", kind, str(error).splitlines()[0])
     except Exception as error:  # torch's own, in the drop-in
-        return ("error", type(error), "")
+        return ("error", type(error), str(error) if "dynamo" in type(error).__module__ else "")
     return ("fine", *(found if isinstance(found, tuple) else (found,)))
 
 
@@ -92,6 +100,8 @@ def test_eager_planned_and_explained_calls(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20, 40))
 def test_compiled_calls(seed: int) -> None:
     for call in calls(seed, 50):
+        if call.wrong == "sparse":  # which the compiler itself refuses
+            continue
         eager = outcome(attention, call.q, call.k, call.v, **call.options)
         torch._dynamo.reset()
         compiled = torch.compile(
@@ -106,6 +116,8 @@ def test_compiled_calls(seed: int) -> None:
 def test_compiled_calls_of_symbolic_sizes(seed: int) -> None:
     """What symbolic lengths are stood in for by must neither hide a misfit nor make one up."""
     for call in calls(seed, 30):
+        if call.wrong == "sparse":
+            continue
         eager = outcome(attention, call.q, call.k, call.v, **call.options)
         torch._dynamo.reset()
         compiled = torch.compile(

@@ -212,12 +212,27 @@ def _join(how: type[And] | type[Or], left: Mask, right: object) -> Mask:
                 if how is Or:
                     return Full()
                 continue
-            if all(part is not seen and part != seen for seen in members):
+            if not any(part is seen or _is_alike(part, seen) for seen in members):
                 members.append(part)
     if len(members) < 2:
         return members[0] if members else Full()
     _alignment(tuple(members))
     return how(tuple(members))
+
+
+def _is_alike(one: Mask, other: Mask) -> bool:
+    """Say whether masks are alike at first sight: of arrays only which they are is asked."""
+    if type(one) is not type(other) or len(one.parts) != len(other.parts):
+        return False
+    if one.parts:
+        return all(map(_is_alike, one.parts, other.parts))
+    return all(
+        a is b or (isinstance(a, _NO_ARRAY) and isinstance(b, _NO_ARRAY) and a == b)
+        for a, b in zip(one.arguments, other.arguments, strict=True)
+    )
+
+
+_NO_ARRAY = (int, str, tuple)
 
 
 def _alignment(members: Sequence[Mask]) -> Align | None:

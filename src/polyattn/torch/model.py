@@ -16,7 +16,8 @@ from torch import Tensor
 
 from polyattn.admission import ArrayFacts, Other
 from polyattn.biases import Bias
-from polyattn.masks import BlockMap, Mask
+from polyattn.masks import BlockMap, Dense, Mask
+from polyattn.payload import shape_of
 from polyattn.simplify import simplify
 
 __all__ = ["facts_of", "mask_of", "model_of", "model_of_sdpa"]
@@ -87,9 +88,13 @@ def model_of(
         shape = tuple([modelled(size) for size in x.shape])
         return (_ARRAY, shape, x.dtype, str(x.device), x.requires_grad, unit, "strided")
 
-    def argument(x: Any) -> Any:
+    def argument(x: Any, boolean: bool = False) -> Any:
         if isinstance(x, Tensor):
             return array(x)
+        if isinstance(x, tuple):  # a list of the caller's, whose numbers nothing rests on
+            dtype = torch.bool if boolean else torch.int64
+            shape = tuple([modelled(size) for size in shape_of(x)])
+            return (_ARRAY, shape, dtype, "cpu", False, True, "strided")
         return number_of(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
     def blocks(leaf: Any) -> Any:
@@ -97,14 +102,15 @@ def model_of(
         counts = leaf.counts.shape if isinstance(leaf.counts, Tensor) else None
         if exact or counts is None:
             return (type(leaf), tuple([argument(x) for x in leaf.arguments]))
-        if counts[2] != -(-t // leaf.block_q):
+        block_q, block_k = number_of(leaf.block_q), number_of(leaf.block_k)
+        if counts[2] != -(-t // block_q):
             unknown[0] = True
-        rows, most = -(-stands_for_t // leaf.block_q), number_of(leaf.indices.shape[3])
+        rows, most = -(-stands_for_t // block_q), number_of(leaf.indices.shape[3])
         shape = (modelled(counts[0]), modelled(counts[1]), rows)
         found = []
         for x, dims in ((leaf.indices, (*shape, most)), (leaf.counts, shape)):
             found.append((_ARRAY, dims, x.dtype, str(x.device), False, True, "strided"))
-        return (type(leaf), (number_of(leaf.block_q), number_of(leaf.block_k), *found))
+        return (type(leaf), (block_q, block_k, *found))
 
     def holder(x: Any) -> Any:
         if isinstance(x, Mask):
@@ -112,7 +118,7 @@ def model_of(
                 return (type(x), (tuple([holder(part) for part in x.parts]),))
             if isinstance(x, BlockMap):
                 return blocks(x)
-            return (type(x), tuple([argument(a) for a in x.arguments]))
+            return (type(x), tuple([argument(a, isinstance(x, Dense)) for a in x.arguments]))
         if isinstance(x, Bias):
             return (type(x), (array(x.payload),))
         return None if x is None else (_OTHER, type(x).__name__, isinstance(x, Tensor))
