@@ -17,6 +17,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
+from polyattn.choice import choose, wishes
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.facts import Facts
 from polyattn.masks import Mask
@@ -26,7 +27,6 @@ from polyattn.selection import Selection
 from polyattn.torch import recompute
 from polyattn.torch.dispatch import dispatch, resolve, runner, table
 from polyattn.torch.door import admit
-from polyattn.torch.resolve import choose, wishes
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C import _get_deterministic_algorithms, is_grad_enabled
 
 from polyattn import scopes, settings
+from polyattn.choice import Plan, plan_for, prepared, wishes
 from polyattn.decide import Wishes
 from polyattn.errors import Unsupported
 from polyattn.registry import registry
@@ -26,7 +27,6 @@ from polyattn.torch.door import Call, admit, rebind
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.fastpath import Entry, FastTable, tensor_check
 from polyattn.torch.masking import is_static
-from polyattn.torch.resolve import Plan, plan_for, prepared, wishes
 
 __all__ = ["PLAIN", "around", "dispatch", "resolve", "runner", "table"]
 
@@ -113,7 +113,7 @@ def _again(entry: Entry, q: Any, k: Any, v: Any, backend: Any, layer: Any, optio
         return found
     epoch = _state.epoch
     call = admit(q, k, v, **options)
-    if reasons := registry[noted.backend].check(call.problem):
+    if reasons := registry["torch", noted.backend].check(call.problem):
         if not noted.source.is_request:
             return _entry(q, k, v, backend, layer, options, asked=False)
         decisions = {**noted.decisions, noted.backend: Rejected(reasons)}

@@ -25,6 +25,7 @@ from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
 from polyattn.biases import DenseBias
+from polyattn.choice import Plan, wishes
 from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
 from polyattn.registry import registry
@@ -34,7 +35,6 @@ from polyattn.torch.dispatch import around, dispatch, resolve, runner
 from polyattn.torch.door import Call
 from polyattn.torch.fastpath import FastTable, tensor_check
 from polyattn.torch.modelled import beyond, shapes_beyond
-from polyattn.torch.resolve import Plan, wishes
 
 __all__ = ["scaled_dot_product_attention", "torch_sdpa"]
 

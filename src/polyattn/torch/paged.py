@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
+from polyattn.choice import plan_for, wishes
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Causal, Mask
 from polyattn.problem import MaskFacts, Problem
@@ -21,7 +22,6 @@ from polyattn.torch.dispatch import PLAIN, around
 from polyattn.torch.door import admit
 from polyattn.torch.fastpath import FastTable, tensor_check
 from polyattn.torch.masking import is_static
-from polyattn.torch.resolve import plan_for, wishes
 
 __all__ = ["paged_attention"]
 

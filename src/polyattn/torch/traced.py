@@ -18,6 +18,7 @@ from torch import is_autocast_enabled as _is_autocast_enabled
 
 from polyattn import scopes
 from polyattn.biases import Bias
+from polyattn.choice import Plan, plan_for, wishes
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask, Or, Packed
 from polyattn.payload import shape_of
@@ -25,7 +26,7 @@ from polyattn.problem import MaskFacts, Problem
 from polyattn.simplify import simplify
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.masking import bind_mask, check_bias, check_mask
-from polyattn.torch.resolve import Plan, plan_for, present_device, wishes
+from polyattn.torch.platform import present_device
 
 __all__ = ["attention"]
 
