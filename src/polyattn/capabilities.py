@@ -177,8 +177,9 @@ class Capabilities:
 
 
 def _is_range(value: object, length: int) -> bool:
-    numbers = isinstance(value, tuple) and len(value) == length
-    return numbers and all(type(one) is int for one in value)  # type: ignore[union-attr]
+    if not isinstance(value, tuple) or len(value) != length:
+        return False
+    return all(type(one) is int for one in value)
 
 
 def _or(names: frozenset[str] | set[str]) -> str:

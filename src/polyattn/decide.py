@@ -132,17 +132,15 @@ def select(
     active = requests[0] if requests else None
     exempt = active[1].names if active and active[0] in (Source.FORCED, Source.CALL) else ()
     never = frozenset(wishes.scope.never) - frozenset(exempt)
+    backends = {backend.name: backend for backend in registry.backends(problem.framework)}
     decisions = {
-        backend.name: decide(
-            backend, problem, registry, layer=wishes.layer, never=never, facts=facts
-        )
-        for backend in registry.backends(problem.framework)
+        name: decide(backend, problem, registry, layer=wishes.layer, never=never, facts=facts)
+        for name, backend in backends.items()
     }
-    if active is not None:
-        decisions |= _of_other_frameworks(problem, active[1].names, decisions, registry)
     if active is None:
-        return _automatic(problem, decisions, registry, tuned)
+        return _automatic(problem, decisions, backends, tuned)
     source, request = active
+    decisions |= _of_other_frameworks(problem, request.names, decisions, registry)
     overridden = {str(s): ", ".join(r.names) for s, r in requests[1:]}
     for name in request.names:
         decision = decisions.get(name)
@@ -156,7 +154,7 @@ def select(
     refusal = _refusal(problem, source, request, decisions)
     if policy == "error":
         raise Unsupported(refusal, decisions)
-    chosen = _automatic(problem, decisions, registry, tuned)
+    chosen = _automatic(problem, decisions, backends, tuned)
     fallback = f"{source} asked for {', '.join(request.names)}, which cannot run it"
     return Selection(
         chosen.backend, chosen.source, chosen.config, decisions, overridden, chosen.reason,
@@ -172,23 +170,23 @@ def _of_other_frameworks(
     for name in names:
         if name not in decisions:
             runs = " and ".join(b.framework for b in registry.backends() if b.name == name)
-            got, takes = f"arrays of {problem.framework}", f"arrays of {runs or 'no framework'}"
-            found[name] = Rejected((Reason("framework", got, takes),))
+            why = Reason("framework", f"arrays of {problem.framework}", f"arrays of {runs}")
+            gone = Reason("name", "one that was registered no longer", "one that is")
+            found[name] = Rejected((why if runs else gone,))
     return found
 
 
 def _automatic(
     problem: Problem,
     decisions: Mapping[str, Decision],
-    registry: Registry,
+    backends: Mapping[str, Backend],
     tuned: Iterable[Tuned],
 ) -> Selection:
     able = {
         name: decision.detail
         for name, decision in decisions.items()
         if isinstance(decision, Accepted)
-        and registry.get(name, problem.framework).capabilities_for(problem.device).exactness
-        == "exact"
+        and backends[name].capabilities_for(problem.device).exactness == "exact"
     }
     for row in tuned:
         if row.backend in able:

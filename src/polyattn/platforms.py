@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from polyattn.errors import MissingDependency, PolyattnError, near_matches
+from polyattn.errors import PolyattnError, near_matches
 
 __all__ = ["FACES", "Described", "Platform", "find_platform", "platform_of", "register_platform"]
 
@@ -62,7 +62,7 @@ def find_platform(framework: str) -> Platform | None:
     if framework not in _registered and framework in FACES:
         try:
             importlib.import_module(FACES[framework])
-        except MissingDependency:
+        except (ImportError, OSError):  # not installed, or broken, as probes will say
             return None
     return _registered.get(framework)
 
