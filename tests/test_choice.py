@@ -15,6 +15,7 @@ from polyattn import (
     PolyattnError,
     Problem,
     Unsupported,
+    platforms,
     set_backend,
     tables,
     use_backend,
@@ -22,7 +23,7 @@ from polyattn import (
 from polyattn.capabilities import Capabilities
 from polyattn.choice import Plan, choose, current_wishes, plan_for, prepared
 from polyattn.decide import Wishes
-from polyattn.platforms import find_platform, platform_of
+from polyattn.platforms import Platform, find_platform, platform_of, register_platform
 from polyattn.registry import Available, Backend, registry
 from polyattn.requests import Request
 from polyattn.results import FirstResult
@@ -132,6 +133,36 @@ def test_a_backend_of_another_framework_is_refused_at_the_call(
     assert explain(Q, Q, Q, backend="native_cpu").decisions["native_cpu"]
     with pytest.raises(Unsupported, match="got arrays of jax, takes arrays of torch"):
         choose(jaxs, Wishes(call=Request(("flex",))))
+
+
+@pytest.fixture
+def jaxs_front() -> Iterator[Platform]:
+    """A front for JAX, as one registers itself; polyattn has none yet."""
+    front = Platform(
+        framework="jax", versions=lambda: "jax=0", device_description=lambda kind: f"{kind}:any",
+        present_device=lambda: ("cpu", None), described=lambda x: None, attention=len,
+    )  # fmt: skip
+    register_platform(front)
+    yield front
+    del platforms._registered["jax"]
+    tables.table().forget()
+
+
+def test_measured_times_are_those_of_the_problem_s_framework(
+    plug_in: Callable[..., Backend], jaxs_front: Platform
+) -> None:
+    for name in ("first", "native_cpu"):
+        plug_in(giving(lambda q, *_: q), name=name, framework="jax")
+    jaxs = PROBLEM.with_(framework="jax")
+    assert choose(jaxs, Wishes()).backend == "first"
+    assert "no row for jax on cpu" in choose(jaxs, Wishes()).reason
+    torchs = explain(PROBLEM).backend
+    key = tables.key_for(jaxs, jaxs_front.device_description("cpu"), jaxs_front.versions())
+    row = Measurement("native_cpu", "{}", 2e-9, 1e-9, 3e-9, 9, 0.0, 1.0, True)
+    tables.table().record(key, [row])
+    found = choose(jaxs, Wishes())
+    assert (found.backend, found.source) == ("native_cpu", Source.TUNED)
+    assert (explain(PROBLEM).backend, explain(PROBLEM).source) == (torchs, Source.HEURISTIC)
 
 
 # Plugins at fault --------------------------------------------------------------------------------

@@ -173,6 +173,16 @@ def test_a_plugin_that_cannot_be_registered_is_reported(name: str, tmp_path: Pat
     assert expected in run(program, tmp_path)
 
 
+def test_garbled_metadata_of_any_package_is_reported(tmp_path: Path) -> None:
+    plug_in(tmp_path, "garbled", "")
+    (tmp_path / "garbled-1.0.dist-info" / "entry_points.txt").write_text("[x]\nno equals sign\n")
+    program = """
+    from polyattn.registry import registry
+    print("flex" in registry.names(), *registry.faults)
+    """
+    assert run(program, tmp_path) == "True entry points"
+
+
 FALSE_PROBES = {
     "probe_raises": (
         "def probe(): raise OSError('no driver')\nbackend = make('odd', probe, lambda: None)",

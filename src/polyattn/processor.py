@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 
 __all__ = ["INSTRUCTION_SETS", "instruction_sets", "processor", "processors_usable"]
 
@@ -23,6 +22,8 @@ def processor() -> tuple[str, frozenset[str]]:
     >>> isinstance(processor()[0], str)
     True
     """
+    import platform  # here: the import of polyattn, which takes the names below, stays as it was
+
     found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

@@ -277,9 +277,8 @@ class Registry:
                 return
             with_plugins = settings.current().plugins  # an error here leaves nothing half done
             self._discovered = True
-            if with_plugins:
-                for entry in sorted(entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
-                    self._plug_in(entry)
+            for entry in self._entries() if with_plugins else ():
+                self._plug_in(entry)
 
     def _declare(self) -> None:
         with self._lock:
@@ -294,6 +293,13 @@ class Registry:
                 self._backends.clear()
                 raise
             self._own = dict(self._backends)
+
+    def _entries(self) -> list[EntryPoint]:
+        try:
+            return sorted(entry_points(group=GROUP), key=lambda e: (e.name, e.value))
+        except Exception as error:  # one package's metadata that is garbled spoils them all
+            self.faults["entry points"] = f"{_told(error)}, while their names were read"
+            return []
 
     def _plug_in(self, entry: EntryPoint) -> None:
         try:
