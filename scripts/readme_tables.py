@@ -29,15 +29,9 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "f
 def table(backends: Registry) -> str:
     """Return the table in Markdown, one row for each backend and device it declares."""
     lines = ["| backend | device | dtypes | refuses | what it is |", "|---|---|---|---|---|"]
-    for backend in backends:
-        if backend.name in IN_TREE:
-            lines += [f"| {' | '.join(row)} |" for row in rows(backend)]
+    for backend in backends.in_tree():
+        lines += [f"| {' | '.join(row)} |" for row in rows(backend)]
     return "\n".join(lines)
-
-
-IN_TREE = frozenset(
-    {"sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "native_cpu", "flex", "reference"}
-)
 
 
 def rows(backend: Backend) -> Iterator[tuple[str, ...]]:

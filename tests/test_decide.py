@@ -27,8 +27,7 @@ def backend(name: str, probe: object = Available("1"), **can: object) -> Backend
 
 @pytest.fixture
 def registry() -> Registry:
-    table = Registry()
-    table._in_tree.append("none")
+    table = Registry(in_tree=(), plugins=False)
     table.register(backend("plain"))
     table.register(backend("able", backward=True, lse=True, masks={"Causal"}))
     table.register(backend("absent", Missing("not installed", "pip install absent")))
@@ -131,7 +130,7 @@ def test_a_dry_run_asks_no_probe(registry: Registry) -> None:
     with pytest.raises(Unsupported, match="pip install gpu"):
         select(on, Wishes(), registry, facts=Facts.parse("h100", {"gpu": None}))
     with pytest.raises(Unsupported, match="CPU build"):
-        select(on, Wishes(), registry, facts=Facts("cuda", "sm_90", torch_build="cpu"))
+        select(on, Wishes(), registry, facts=Facts("cuda", "sm_90", builds={"torch": "cpu"}))
 
 
 def test_probes_that_raise_or_answer_nonsense_are_missing(registry: Registry) -> None:

@@ -145,6 +145,14 @@ FAULTY = {
     ),
     "is_no_backend": ("backend = 42", "expected a polyattn.registry.Backend"),
     "is_misnamed": ("backend = make('No Name', lambda: Available('1'), None)", "lower case"),
+    "exits_on_import": ("import sys\nsys.exit(7)", "SystemExit: 7"),
+    "is_of_no_framework": (
+        """
+        can = Capabilities(devices={'cpu'}, dtypes=set())
+        backend = Backend('odd', 'pytorch', can, lambda: Available('1'), lambda: None)
+        """,
+        "Did you mean 'torch'",
+    ),
     "lacks_the_object": ("nothing = 1", "AttributeError"),
 }
 
@@ -165,10 +173,31 @@ def test_a_plugin_that_cannot_be_registered_is_reported(name: str, tmp_path: Pat
     assert expected in run(program, tmp_path)
 
 
+def test_garbled_metadata_of_any_package_is_reported(tmp_path: Path) -> None:
+    plug_in(tmp_path, "garbled", "")
+    (tmp_path / "garbled-1.0.dist-info" / "entry_points.txt").write_text("[x]\nno equals sign\n")
+    program = """
+    from polyattn.registry import registry
+    print("flex" in registry.names(), *registry.faults)
+    """
+    assert run(program, tmp_path) == "True entry points"
+
+
 FALSE_PROBES = {
     "probe_raises": (
         "def probe(): raise OSError('no driver')\nbackend = make('odd', probe, lambda: None)",
         "its probe raised OSError: no driver",
+    ),
+    "probe_exits": (
+        "def probe(): raise SystemExit(3)\nbackend = make('odd', probe, lambda: None)",
+        "its probe raised SystemExit: 3",
+    ),
+    "load_raises": (
+        """
+        def load(): raise RuntimeError('no kernel')
+        backend = make('odd', lambda: Available('1'), load)
+        """,
+        "it probed as available, but loading it raised RuntimeError: no kernel",
     ),
     "probe_answers_nonsense": (
         "backend = make('odd', lambda: True, lambda: None)",

@@ -658,11 +658,51 @@ def test_a_link_to_the_table(path, tmp_path, table):
     with TuningTable(link) as linked:
         assert linked.record(KEY, [measured("b")]) == 1
     assert len(table.best(KEY)) == 2
-    path.write_bytes(b"noise" * 100)
-    with TuningTable(link) as linked:
-        assert linked.best(KEY) == []
     assert link.is_symlink()
-    assert len(asides(path)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"my notes\n", b"noise" * 5000], ids=len)
+@pytest.mark.parametrize("first", ["read", "record"])
+def test_what_a_link_leads_to_is_left_alone_unless_it_is_a_table(tmp_path, content, first):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    target, link = theirs / "notes.txt", tmp_path / FILE_NAME
+    target.write_bytes(content)
+    link.symlink_to(target)
+    with TuningTable(link) as table:
+        if first == "read":
+            assert table.best(KEY) == []
+        assert table.record(KEY, [measured()]) == 1
+        assert table.best(KEY) == [measured()]
+        assert not table.persistent
+        assert [line for line in table.notices if "left alone" in line and "link" in line]
+    assert target.read_bytes() == content
+    assert list(theirs.iterdir()) == [target]
+    assert link.is_symlink()
+
+
+def test_a_table_behind_a_link_that_is_damaged_in_use_is_left_alone(tmp_path, path, table):
+    table.record(KEY, [measured()])
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with TuningTable(link) as linked:
+        assert linked.best(KEY) == [measured()]
+        path.write_bytes(b"noise" * 100)
+        assert linked.record(KEY, [measured("b")]) == 1
+        assert not linked.persistent and "left alone" in linked.notices[0]
+    assert path.read_bytes() == b"noise" * 100
+    assert asides(path) == [] and link.is_symlink()
+
+
+def test_a_link_to_no_file_yet_makes_the_table_there(tmp_path):
+    target, link = tmp_path / "shared" / "table", tmp_path / FILE_NAME
+    link.symlink_to(target)
+    with TuningTable(link) as table:
+        table.record(KEY, [measured()])
+        assert table.persistent
+    with TuningTable(target) as table:
+        assert table.best(KEY) == [measured()]
+    assert link.is_symlink()
 
 
 @pytest.mark.parametrize("step", ["mkdir", "lock", "connect"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from polyattn.errors import PolyattnError
 from polyattn.problem import Problem
 
 __all__ = ["ALL_MASKS", "Capabilities", "Reason", "arch_number"]
@@ -36,15 +37,18 @@ class Reason:
 
 
 def arch_number(arch: str) -> int:
-    """Return 90 for ``sm_90`` and ``sm_90a``."""
-    return int(arch.removeprefix("sm_").rstrip("a"))
+    """Return 90 for ``sm_90`` and ``sm_90a``; 0 for what is no compute capability of CUDA."""
+    number = arch.removeprefix("sm_").rstrip("af")
+    return int(number) if arch.startswith("sm_") and number.isdigit() else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     r"""The problems a backend runs exactly; everything not declared is refused.
 
-    `archs` bounds CUDA compute capabilities, e.g. ``(80, 121)``; `head_dims` is (smallest,
+    `archs` bounds CUDA compute capabilities, e.g. ``(80, 121)``, or names the architectures of
+    other devices, e.g. ``{"gfx90a", "gfx942"}``. `instructions` are the processor's instruction
+    sets that the backend needs, all of them, e.g. ``{"amx_bf16"}``. `head_dims` is (smallest,
     largest, multiple). `exactness` other than ``"exact"`` marks a quantised backend, which is
     never chosen automatically.
 
@@ -60,7 +64,8 @@ class Capabilities:
     devices: frozenset[str] | set[str]
     dtypes: frozenset[str] | set[str]
     head_dims: tuple[int, int, int] = (1, 0, 1)
-    archs: tuple[int, int] | None = None
+    archs: tuple[int, int] | frozenset[str] | set[str] | None = None
+    instructions: frozenset[str] | set[str] = frozenset()
     layouts: frozenset[str] | set[str] = frozenset({"BTNH", "BNTH"})
     masks: frozenset[str] | set[str] = frozenset()
     biases: frozenset[str] | set[str] = frozenset()
@@ -81,9 +86,37 @@ class Capabilities:
     paged: bool = False
     exactness: str = "exact"
 
+    def __post_init__(self) -> None:
+        for name in ("devices", "dtypes", "layouts", "masks", "biases", "instructions"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise PolyattnError(f"got {name}={value!r}, expected a set of names.")
+            object.__setattr__(self, name, frozenset(value))
+        if not _is_range(self.head_dims, 3) or not (
+            self.archs is None or isinstance(self.archs, (set, frozenset))
+            or _is_range(self.archs, 2)
+        ):  # fmt: skip
+            raise PolyattnError(
+                f"got head_dims={self.head_dims!r} and archs={self.archs!r}, expected (smallest, "
+                "largest, multiple), and (lowest, highest) or a set of names."
+            )
+
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against running `problem`; none means that it runs exactly."""
         return (*self._sets(problem), *self._dims(problem), *self._features(problem))
+
+    def check_processor(self, instructions: frozenset[str] | None) -> tuple[Reason, ...]:
+        """Return the reason against a processor with these instruction sets (None: not known).
+
+        >>> can = Capabilities(devices={"cpu"}, dtypes={"float32"}, instructions={"amx_bf16"})
+        >>> print(*can.check_processor(frozenset({"avx2"})))
+        instruction sets: got none of amx_bf16, takes a processor with amx_bf16
+        """
+        lacking = frozenset() if instructions is None else self.instructions - instructions
+        if not lacking:
+            return ()
+        names = " and ".join(sorted(lacking))
+        return (Reason("instruction sets", f"none of {names}", f"a processor with {names}"),)
 
     def _sets(self, p: Problem) -> Iterator[Reason]:
         for fact, got, allowed in (
@@ -97,10 +130,12 @@ class Capabilities:
             yield Reason("mask", p.mask.signature, f"no {_or(extra)}")
         if p.bias is not None and p.bias.partition("(")[0] not in self.biases:
             yield Reason("bias", p.bias, _or(self.biases))
-        if self.archs and p.device == "cuda" and p.arch is not None:
+        if isinstance(self.archs, tuple):
             low, high = self.archs
-            if not low <= arch_number(p.arch) <= high:
+            if p.device == "cuda" and p.arch and not low <= arch_number(p.arch) <= high:
                 yield Reason("compute capability", p.arch, f"sm_{low} to sm_{high}")
+        elif self.archs and p.arch is not None and p.arch not in self.archs:
+            yield Reason("architecture", p.arch, _or(self.archs))
 
     def _dims(self, p: Problem) -> Iterator[Reason]:
         low, high, step = self.head_dims
@@ -139,6 +174,12 @@ class Capabilities:
         ):  # fmt: skip
             if wanted and not can:
                 yield Reason(fact, got, takes)
+
+
+def _is_range(value: object, length: int) -> bool:
+    if not isinstance(value, tuple) or len(value) != length:
+        return False
+    return all(type(one) is int for one in value)
 
 
 def _or(names: frozenset[str] | set[str]) -> str:

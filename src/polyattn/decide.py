@@ -15,6 +15,7 @@ from polyattn.errors import Unsupported
 from polyattn.facts import Facts
 from polyattn.heuristics import preference
 from polyattn.problem import Problem
+from polyattn.processor import instruction_sets
 from polyattn.registry import Backend, Missing, Registry
 from polyattn.requests import Request
 from polyattn.selection import Accepted, Decision, Rejected, Selection, Source
@@ -68,35 +69,54 @@ def decide(
         reasons.append(Reason("layer", backend.name, takes, "its supported_attention_backends"))
     if backend.name in never:
         reasons.append(Reason("scope", backend.name, "others", "use_backend(never=...)"))
-    detail = _availability(backend, problem, registry, facts, reasons)
-    reasons.extend(backend.check(problem))
+    if facts is None:
+        detail, absent = _here(backend, problem, registry)
+    else:
+        detail, absent = _there(backend, problem, registry, facts)
+    reasons += (*absent, *backend.check(problem))
     return Rejected(tuple(reasons)) if reasons else Accepted(detail)
 
 
-def _availability(
-    backend: Backend,
-    problem: Problem,
-    registry: Registry,
-    facts: Facts | None,
-    reasons: list[Reason],
-) -> str:
-    if facts is not None:
-        if problem.device == "cuda" and facts.torch_build == "cpu":
-            reasons.append(Reason("build", "a CPU build of torch", "a CUDA build"))
-        package = backend.package
+def _here(backend: Backend, problem: Problem, registry: Registry) -> tuple[str, list[Reason]]:
+    """Return the version of what is installed here, and every reason why it cannot be had."""
+    probed = registry.probe(backend)
+    if isinstance(probed, Missing):
+        return "", [Reason("available", probed.reason, "an install", probed.how_to_get_it)]
+    declared = backend.capabilities_for(problem.device)
+    reasons = []
+    if (
+        probed.devices is not None
+        and problem.device not in probed.devices
+        and problem.device in declared.devices
+    ):
+        present = " or ".join(sorted(probed.devices))
+        reasons.append(Reason("machine", f"no {problem.device} device here", present))
+    if problem.device == "cpu":
+        reasons += declared.check_processor(instruction_sets())
+    return probed.version, reasons
+
+
+def _there(
+    backend: Backend, problem: Problem, registry: Registry, facts: Facts
+) -> tuple[str, list[Reason]]:
+    """Return what is known of a machine that one does not have, and every reason against it."""
+    reasons = []
+    if (build := facts.lacks_build(backend.framework)) is not None:
+        had = f"a {build.upper()} build of {backend.framework}"
+        reasons.append(Reason("build", had, f"a {facts.device.upper()} build"))
+    for package in dict.fromkeys((backend.framework, backend.package)):
         if package is not None and facts.packages.get(package, "assumed") is None:
             fix = f"pip install {package}"
             reasons.append(Reason("package", f"no {package}", package, fix))
-        return "as far as its capabilities tell"
-    probed = registry.probe(backend.name)
-    if isinstance(probed, Missing):
-        reasons.append(Reason("available", probed.reason, "an install", probed.how_to_get_it))
-        return ""
-    if probed.devices is not None and problem.device not in probed.devices:
-        present = " or ".join(sorted(probed.devices))
-        if problem.device in backend.capabilities_for(problem.device).devices:
-            reasons.append(Reason("machine", f"no {problem.device} device here", present))
-    return probed.version
+    if problem.device == "cpu":
+        declared = backend.capabilities_for(problem.device)
+        reasons += declared.check_processor(facts.instructions)
+    foretold = registry.foretell(backend, facts)
+    if isinstance(foretold, Missing):
+        reasons.append(Reason("available", foretold.reason, "it", foretold.how_to_get_it))
+    elif foretold is not None and foretold.detail:
+        return foretold.detail, reasons
+    return "as far as its capabilities tell", reasons
 
 
 def select(
@@ -112,15 +132,15 @@ def select(
     active = requests[0] if requests else None
     exempt = active[1].names if active and active[0] in (Source.FORCED, Source.CALL) else ()
     never = frozenset(wishes.scope.never) - frozenset(exempt)
+    backends = {backend.name: backend for backend in registry.backends(problem.framework)}
     decisions = {
-        name: decide(
-            registry[name], problem, registry, layer=wishes.layer, never=never, facts=facts
-        )
-        for name in registry.names(problem.framework)
+        name: decide(backend, problem, registry, layer=wishes.layer, never=never, facts=facts)
+        for name, backend in backends.items()
     }
     if active is None:
-        return _automatic(problem, decisions, registry, tuned)
+        return _automatic(problem, decisions, backends, tuned)
     source, request = active
+    decisions |= _of_other_frameworks(problem, request.names, decisions, registry)
     overridden = {str(s): ", ".join(r.names) for s, r in requests[1:]}
     for name in request.names:
         decision = decisions.get(name)
@@ -134,7 +154,7 @@ def select(
     refusal = _refusal(problem, source, request, decisions)
     if policy == "error":
         raise Unsupported(refusal, decisions)
-    chosen = _automatic(problem, decisions, registry, tuned)
+    chosen = _automatic(problem, decisions, backends, tuned)
     fallback = f"{source} asked for {', '.join(request.names)}, which cannot run it"
     return Selection(
         chosen.backend, chosen.source, chosen.config, decisions, overridden, chosen.reason,
@@ -142,17 +162,31 @@ def select(
     )  # fmt: skip
 
 
+def _of_other_frameworks(
+    problem: Problem, names: Iterable[str], decisions: Mapping[str, Decision], registry: Registry
+) -> dict[str, Decision]:
+    """Refuse what was asked for by a name that only other frameworks have."""
+    found: dict[str, Decision] = {}
+    for name in names:
+        if name not in decisions:
+            runs = " and ".join(b.framework for b in registry.backends() if b.name == name)
+            why = Reason("framework", f"arrays of {problem.framework}", f"arrays of {runs}")
+            gone = Reason("name", "one that was registered no longer", "one that is")
+            found[name] = Rejected((why if runs else gone,))
+    return found
+
+
 def _automatic(
     problem: Problem,
     decisions: Mapping[str, Decision],
-    registry: Registry,
+    backends: Mapping[str, Backend],
     tuned: Iterable[Tuned],
 ) -> Selection:
     able = {
         name: decision.detail
         for name, decision in decisions.items()
         if isinstance(decision, Accepted)
-        and registry[name].capabilities_for(problem.device).exactness == "exact"
+        and backends[name].capabilities_for(problem.device).exactness == "exact"
     }
     for row in tuned:
         if row.backend in able:
@@ -184,8 +218,7 @@ def _refusal(
     asked = f"{', '.join(request.names)} ({source}, {_ASKED_BY[source]})"
     lines = [f"got a request for {asked}, where this problem cannot run:", f"  {problem}"]
     for name in request.names:
-        decision = decisions.get(name) or f"runs {problem.framework}'s arrays not at all"
-        lines.append(f"  - {name}: {decision}")
+        lines.append(f"  - {name}: {decisions[name]}")
     others = [n for n, d in decisions.items() if isinstance(d, Accepted)]
     able = f"These could: {', '.join(others)}." if others else "No other backend could either."
     lines.append(

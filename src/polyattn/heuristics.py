@@ -1,7 +1,8 @@
 """Which backend to prefer where nothing was asked for and nothing was measured: rows of data.
 
-The first row whose condition holds gives the order; backends it does not name follow in order
-of registration. A row's reason says what it rests on; "not measured" marks what was read only.
+The first row of the problem's framework whose condition holds gives the order; backends that it
+does not name follow in order of registration. A row's reason says what it rests on; "not measured"
+marks what was read only.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ __all__ = ["ROWS", "Row", "preference"]
 
 @dataclass(frozen=True)
 class Row:
-    """A condition on the problem, the order it prefers, and why."""
+    """A condition on a framework's problems, the order it prefers, and why."""
 
     name: str
     when: Callable[[Problem], bool]
     prefer: tuple[str, ...]
     reason: str
+    framework: str = "torch"
 
 
 NATIVE_FROM = 1 << 20
@@ -95,9 +97,11 @@ def preference(problem: Problem, names: Iterable[str]) -> tuple[tuple[str, ...],
     ('sdpa_flash', 'flex')
     """
     known = tuple(names)
-    row = next((row for row in ROWS if row.when(problem)), None)
+    rows = (row for row in ROWS if row.framework == problem.framework and row.when(problem))
+    row = next(rows, None)
     if row is None:
-        return known, f"order of registration (no row for the device {problem.device})"
+        where = f"{problem.framework} on {problem.device}"
+        return known, f"order of registration (no row for {where})"
     listed = tuple(name for name in row.prefer if name in known)
     passed = [name for name in row.prefer if name not in known]
     first = row.prefer.index(listed[0]) if listed else len(row.prefer)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, fields
 from typing import Any
 
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.masks import Causal, Mask
+from polyattn.platforms import platform_of
 from polyattn.registry import registry
 
 __all__ = [
@@ -69,8 +69,7 @@ class AttentionImpl:
             )
         self.softmax_scale, self.causal = softmax_scale, causal
         self.prefix, self.dropout_p = prefix, dropout_p
-        framework = registry[self.backend_name].framework
-        self._attention = importlib.import_module(f"polyattn.{framework}").attention
+        self._attention = platform_of("torch").attention
 
     def preprocess_qkv(self, qkv: Any, attn_metadata: AttentionMetadata | None = None) -> Any:
         """Return `qkv` as it is: no backend here wants another layout."""
@@ -135,6 +134,6 @@ def backend_class(name: str) -> type[AttentionBackend]:
     members = {
         "get_name": staticmethod(name.upper),
         "get_impl_cls": staticmethod(lambda: impl),
-        "__doc__": f"{registry[name].summary or name}, as the class that layers use.",
+        "__doc__": f"{registry.get(name, 'torch').summary or name}, as the class that layers use.",
     }
     return type(f"{title}Backend", (AttentionBackend,), members)

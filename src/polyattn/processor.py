@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 
-__all__ = ["processor", "processors_usable"]
+__all__ = ["INSTRUCTION_SETS", "instruction_sets", "processor", "processors_usable"]
+
+INSTRUCTION_SETS = (
+    "avx", "avx2", "fma", "f16c", "bmi2", "avx_vnni", "avx512f", "avx512bw", "avx512dq",
+    "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
+    "amx_fp16", "neon", "bf16", "i8mm", "sve", "sve2", "sme",
+)  # fmt: skip
+"""The instruction sets that backends may ask for, of x86 and then of Arm, by Linux's names."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -16,6 +22,8 @@ def processor() -> tuple[str, frozenset[str]]:
     >>> isinstance(processor()[0], str)
     True
     """
+    import platform  # here: the import of polyattn, which takes the names below, stays as it was
+
     found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -26,6 +34,18 @@ def processor() -> tuple[str, frozenset[str]]:
         found = {}
     model = found.get("model name") or platform.processor() or platform.machine()
     return model, frozenset((found.get("flags") or found.get("Features") or "").split())
+
+
+def instruction_sets() -> frozenset[str] | None:
+    """Return which of :data:`INSTRUCTION_SETS` this processor has; None where nothing tells.
+
+    >>> (instruction_sets() or frozenset()) <= frozenset(INSTRUCTION_SETS)
+    True
+    """
+    flags = processor()[1]
+    if "asimd" in flags:  # what Linux calls Neon on 64-bit Arm
+        flags |= {"neon"}
+    return flags & frozenset(INSTRUCTION_SETS) if flags else None
 
 
 def processors_usable() -> int:

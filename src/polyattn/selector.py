@@ -9,15 +9,16 @@ Source: FastVideo's ``fastvideo.attention.selector`` (Apache-2.0), whose names t
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 from polyattn import scopes, settings
+from polyattn.choice import choose, current_wishes
 from polyattn.errors import InvalidProblem
 from polyattn.layer import AttentionBackend, backend_class
+from polyattn.platforms import platform_of
 from polyattn.problem import Problem
 from polyattn.registry import registry
 from polyattn.requests import Request
@@ -146,14 +147,12 @@ def get_attn_backend(
     layer = None
     if supported_attention_backends is not None:
         layer = frozenset(Request.make(supported_attention_backends).names)
-    resolve = importlib.import_module("polyattn.torch.resolve")
-    device, arch = resolve.present_device()
+    device, arch = platform_of("torch").present_device()
     problem = Problem(
         batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8, head_dim=head_size,
         dtype=str(dtype).rpartition(".")[2], device=device, arch=arch,
     )  # fmt: skip
-    wishes = resolve.wishes(None, layer, scopes.current_scope(), scopes.local.module)
-    return _class(resolve.choose(problem, wishes).backend)
+    return _class(choose(problem, current_wishes(None, layer)).backend)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from polyattn.capabilities import Capabilities
 from polyattn.cli import main
+from polyattn.registry import Backend, Missing, registry
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 PROGRAM = """
@@ -166,6 +168,25 @@ class TestDoctor:
         assert done.returncode == 1
         assert "POLYATTN_TUNING" in done.stdout
         assert "Traceback" not in done.stderr
+
+    def test_a_bad_setting_of_plugins_hides_nothing_of_the_tree(self):
+        done = run("doctor", "--json", env={"POLYATTN_PLUGINS": "perhaps"})
+        assert done.returncode == 1
+        report = json.loads(done.stdout)
+        assert {row["name"] for row in report["backends"]} >= {"native_cpu", "flex", "reference"}
+        assert any("POLYATTN_PLUGINS" in line for line in report["amiss"])
+
+    def test_a_name_of_two_frameworks_is_two_rows(self, capsys):
+        declared = Capabilities(devices={"cpu"}, dtypes={"float32"})
+        missing = Missing("not here", "build it")
+        registry.register(Backend("flex", "jax", declared, lambda: missing, lambda: None))
+        try:
+            assert main(["doctor", "flex", "--json"]) == 0  # torch's is here
+            rows = json.loads(capsys.readouterr().out)["backends"]
+            found = {row["framework"]: row["available"] for row in rows if row["name"] == "flex"}
+            assert found == {"torch": True, "jax": False}
+        finally:
+            registry.unregister("flex", "jax")
 
     def test_without_torch(self):
         code = (

@@ -281,7 +281,7 @@ def test_tensors_may_be_asked_about_elsewhere() -> None:
     q = torch.empty(1, 2, 4, 8, dtype=torch.float16)
     assert can_use_flash_attention(params(q), device="h100")
     assert can_use_flash_attention(SimpleNamespace(query=q, key=q, value=q), device="a100")
-    no_cuda = Facts("cuda", "sm_90", torch_build="cpu")
+    no_cuda = Facts("cuda", "sm_90", builds={"torch": "cpu"})
     assert facts_of(can_use_flash_attention(params(q), device=no_cuda)) == ["build"]
     moved = params(torch.empty(1, 2, 4, 9, dtype=torch.float16)[..., 1:])
     assert facts_of(can_use_efficient_attention(moved, device="h100")) == ["alignment"]

@@ -21,7 +21,7 @@ from polyattn.cli.printing import console, emit_json, table
 from polyattn.errors import PolyattnError, SettingsError, near_matches
 from polyattn.knobs import Row
 from polyattn.processor import processor
-from polyattn.registry import Available, registry
+from polyattn.registry import Available, Backend, registry
 
 __all__ = ["main"]
 
@@ -173,17 +173,17 @@ def _cpu() -> dict[str, Any]:
 
 def _backends() -> list[dict[str, Any]]:
     try:
-        names = registry.names()
+        found = registry.backends()
     except PolyattnError:  # a bad setting keeps plugins away; what is in the tree is known
-        names = tuple(registry._backends)
-    return [_backend(name) for name in names]
+        found = registry.in_tree()
+    return [_backend(backend) for backend in found]
 
 
-def _backend(name: str) -> dict[str, Any]:
-    backend, probe = registry[name], registry.probe(name)
+def _backend(backend: Backend) -> dict[str, Any]:
+    probe = registry.probe(backend)
     row: dict[str, Any] = {
-        "name": name, "framework": backend.framework, "available": isinstance(probe, Available),
-        "summary": backend.summary,
+        "name": backend.name, "framework": backend.framework,
+        "available": isinstance(probe, Available), "summary": backend.summary,
     }  # fmt: skip
     if isinstance(probe, Available):
         devices = sorted(probe.devices or ())
@@ -193,14 +193,13 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _check_asked(named: Sequence[str], rows: list[dict[str, Any]], amiss: list[str]) -> None:
     """Add what was asked for, here or in the environment, and is not there."""
-    by_name = {row["name"]: row for row in rows}
     wanted = [(name, "asked for") for name in named]
     try:
         env = settings.current().backend
         wanted += [(env, "POLYATTN_BACKEND asks for")] if env else []
     except SettingsError:
         env = None  # which the table of settings reports
-    for name, asked in wanted:
+    for name, asked in wanted:  # of every framework that has it: one that is here will do
         here = asked == "asked for"
         try:
             expanded = registry.expand(name, asked_by="backend" if here else "POLYATTN_BACKEND")
@@ -209,9 +208,9 @@ def _check_asked(named: Sequence[str], rows: list[dict[str, Any]], amiss: list[s
                 raise  # used wrongly
             amiss.append(str(error))
             continue
-        lacking = [by_name[one] for one in expanded if not by_name[one]["available"]]
-        if len(lacking) == len(expanded):
-            row = lacking[0]
+        meant = [row for row in rows if row["name"] in expanded]
+        if meant and not any(row["available"] for row in meant):
+            row = meant[0]
             amiss.append(f"{asked} {name}: {row['reason']}; {row['how_to_get_it']}")
 
 
@@ -226,7 +225,7 @@ def _tuning(amiss: list[str]) -> dict[str, Any]:
         amiss.append(f"the cache directory {cache} cannot be written; measured times will not last")
     here = None
     if importlib.util.find_spec("torch") is not None:
-        from polyattn.torch.resolve import device_description, library_versions
+        from polyattn.torch.platform import device_description, library_versions
 
         mine = device_description("cpu"), library_versions()
         here = sum((key.device, key.versions) == mine for key, _ in rows)
@@ -297,9 +296,13 @@ def _row(row: dict[str, Any]) -> tuple[str, str, str, str]:
     if row["available"]:
         detail = f" ({row['detail']})" if row["detail"] else ""
         return (
-            row["name"],
+            _name(row),
             "yes",
             f"{row['version']} [{', '.join(row['devices'])}]",
             row["summary"] + detail,
         )
-    return row["name"], "no", "", f"{row['summary']}. {row['reason']}; {row['how_to_get_it']}"
+    return _name(row), "no", "", f"{row['summary']}. {row['reason']}; {row['how_to_get_it']}"
+
+
+def _name(row: dict[str, Any]) -> str:
+    return str(row["name"] if row["framework"] == "torch" else f"{row['framework']} {row['name']}")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from polyattn import scopes, settings
+from polyattn.choice import choose, current_wishes
 from polyattn.cli.arguments import integers, number, parser
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.cli.problems import MASKS, problem_of
-from polyattn.decide import Wishes, select
+from polyattn.decide import Wishes
 from polyattn.errors import PolyattnError, Unsupported
 from polyattn.facts import Facts
 from polyattn.problem import DTYPES, LAYOUTS, Problem
-from polyattn.registry import registry
 from polyattn.requests import Request
 from polyattn.selection import Accepted, Decision, Selection
 
@@ -60,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     for flag, says in _FLAGS.items():
         made.add_argument(f"--{flag}", action="store_true", help=says)
     made.add_argument(
-        "--device", metavar="here|cpu|cuda:sm_90|h100", help="a machine one does not have"
+        "--device",
+        metavar="here|cpu:avx2|cuda:sm_90|h100|mi300x",
+        help="a machine one does not have",
     )
     made.add_argument(
         "--backend", action="append", default=[], metavar="NAME", help="as backend= of a call"
@@ -125,25 +126,13 @@ def _answer(
         problem = problem.with_(device=facts.device, arch=facts.arch)
     wishes = _wishes(options)
     try:
-        if facts is None and importlib.util.find_spec("torch") is not None:
-            from polyattn.torch.resolve import choose
-
-            return problem, choose(problem, wishes)  # measured times of this machine take part
-        return problem, select(problem, wishes, registry, facts=facts)
+        return problem, choose(problem, wishes, facts)
     except Unsupported as error:
         return problem, error
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:
-    env = settings.current().backend
-    forced = scopes.state.forced
-    return Wishes(
-        forced=Request((forced,)) if forced else Request(),
-        call=Request.make(options.backend),
-        scope=Request.make((), options.never),
-        env=Request(registry.expand(env, asked_by="POLYATTN_BACKEND")) if env else Request(),
-        on_unsupported=settings.current().on_unsupported,
-    )
+    return replace(current_wishes(options.backend or None), scope=Request.make((), options.never))
 
 
 def _plain(answer: Answer, problem: Problem) -> dict[str, Any]:

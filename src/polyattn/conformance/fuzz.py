@@ -80,17 +80,20 @@ def run_case(case: Case, backend: str | None = None, device: str = "cpu") -> dic
 def _backends(report: Report, asked: str | None, device: str) -> list[Backend]:
     """Return those that are here; the others go into the report, or raise when asked for."""
     names = (
-        registry.names("torch") if asked is None else registry.expand(asked, asked_by="--backend")
+        registry.names("torch")
+        if asked is None
+        else registry.expand(asked, asked_by="--backend", framework="torch")
     )
     found = []
     for name in names:
-        probed = registry.probe(name)
+        one = registry.get(name, "torch")
+        probed = registry.probe(one)
         if isinstance(probed, Missing):
             report.absent[name] = f"{probed.reason} ({probed.how_to_get_it})"
-        elif device not in registry[name].capabilities_for(device).devices:
+        elif device not in one.capabilities_for(device).devices:
             report.absent[name] = f"does not run on {device}"
         else:
-            found.append(registry[name])
+            found.append(one)
     if not found:
         reasons = "; ".join(f"{name}: {why}" for name, why in report.absent.items())
         raise PolyattnError(f"got nothing to examine on {device}, expected a backend. {reasons}")

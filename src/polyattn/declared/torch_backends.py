@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from polyattn.capabilities import ALL_MASKS, Capabilities, Reason, arch_number
-from polyattn.native import module
+from polyattn.native import instructions, module
 from polyattn.problem import Problem
 from polyattn.registry import Available, Backend, Missing, Probe, Registry
 
@@ -34,7 +34,8 @@ def declare(registry: Registry) -> None:
         _flash(), _efficient(), _cudnn(), _math(), _native_cpu(), _flex(), _reference(),
     ):  # fmt: skip
         registry.register(backend)
-    registry.group("torch_sdpa", ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"))
+    sdpa = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math")
+    registry.group("torch_sdpa", sdpa, framework="torch")
 
 
 def _torch_probe(
@@ -192,7 +193,7 @@ def _native_cpu() -> Backend:
     return Backend(
         "native_cpu", "torch", cpu, _native_probe, _loader("native_cpu.backend"), _native_extra,
         "torch", "the C++ kernels of this package: tiles that a mask empties are skipped, and "
-        "scores are never materialised, forward and backward",
+        "scores are never materialised, forward and backward", foretell=instructions.foretell,
     )  # fmt: skip
 
 

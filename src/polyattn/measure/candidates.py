@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.choice import prepared
 from polyattn.decide import decide
 from polyattn.measure.inputs import Inputs
 from polyattn.measure.timing import once
@@ -25,7 +26,6 @@ from polyattn.measure.verify import Check, Truth
 from polyattn.problem import Problem
 from polyattn.registry import registry
 from polyattn.selection import Accepted, Selection, Source
-from polyattn.torch.resolve import prepared
 
 __all__ = ["Candidate", "TimeLimitExceeded", "candidates", "ready", "time_limit"]
 
@@ -67,17 +67,13 @@ class Candidate:
 def candidates(problem: Problem) -> list[Candidate]:
     """Return every exact backend that accepts the problem here, in all its configurations."""
     found = []
-    for name in registry.names(problem.framework):
-        backend = registry[name]
+    for backend in registry.backends(problem.framework):
         if backend.capabilities_for(problem.device).exactness != "exact":
             continue  # never chosen automatically, so its time decides nothing
         if isinstance(decide(backend, problem, registry), Accepted):
-            configs = [
-                {},
-                *(dict(c) for c in (backend.configs(problem) if backend.configs else ())),
-            ]
+            configs = registry.configurations(backend, problem)
             distinct = {json.dumps(c, sort_keys=True): c for c in configs}
-            found += [Candidate(name, config) for config in distinct.values()]
+            found += [Candidate(backend.name, config) for config in distinct.values()]
     return found
 
 

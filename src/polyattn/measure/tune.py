@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from polyattn import scopes, tables
+from polyattn.choice import choose
 from polyattn.decide import Wishes, select
 from polyattn.errors import PolyattnError, Unsupported
 from polyattn.integrations.recording import Case
@@ -29,7 +30,7 @@ from polyattn.measure.verify import Truth
 from polyattn.problem import Problem
 from polyattn.registry import registry
 from polyattn.torch.flags import snapshot
-from polyattn.torch.resolve import choose, device_description, library_versions
+from polyattn.torch.platform import device_description, library_versions
 from polyattn.tuning import Key, Measurement, digest
 
 __all__ = ["Bounds", "Progress", "tune"]

@@ -21,11 +21,22 @@ if importlib.util.find_spec("torch") is None:
 
 import torch.compiler
 
-from polyattn import scopes
+from polyattn import platforms, scopes
+from polyattn.torch import platform
 from polyattn.torch.api import attention, explain, plan
 from polyattn.torch.dropin import scaled_dot_product_attention
 from polyattn.torch.paged import paged_attention
 
+platforms.register_platform(
+    platforms.Platform(
+        framework="torch",
+        versions=platform.library_versions,
+        attention=attention,
+        device_description=platform.device_description,
+        described=platform.described,
+        present_device=platform.present_device,
+    )
+)
 scopes.is_tracing = torch.compiler.is_dynamo_compiling
 
 __all__ = ["attention", "explain", "paged_attention", "plan", "scaled_dot_product_attention"]

@@ -15,6 +15,7 @@ from torch._C import _get_deterministic_algorithms as _determined
 from torch.compiler import is_dynamo_compiling
 
 from polyattn import scopes, settings
+from polyattn.choice import choose
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.facts import Facts
 from polyattn.masks import Mask
@@ -25,7 +26,6 @@ from polyattn.torch import recompute
 from polyattn.torch.cache import Key, switches, table
 from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
-from polyattn.torch.resolve import choose
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]

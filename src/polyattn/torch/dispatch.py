@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyattn import scopes
+from polyattn.choice import Plan, current_wishes, plan_for, prepared
 from polyattn.decide import Wishes
 from polyattn.errors import Unsupported
 from polyattn.registry import registry
@@ -24,11 +25,10 @@ from polyattn.torch import recompute
 from polyattn.torch.cache import Entry, Key, switches, table, tensor_check
 from polyattn.torch.door import Call, admit, rebind
 from polyattn.torch.empty import answer_empty
-from polyattn.torch.resolve import Plan, plan_for, prepared, wishes
 
 __all__ = ["AttentionWay", "Way", "dispatch", "resolve", "runner", "switched_on", "wishes_here"]
 
-_state, _local = scopes.state, scopes.local
+_state = scopes.state
 
 
 class Way(Protocol):
@@ -105,7 +105,7 @@ def wishes_here(backend: Any = None, layer: frozenset[str] | None = None) -> Wis
     A program that turns torch's kernels off, as ``torch.nn.attention.sdpa_kernel`` does, has said
     what is to run: the kernels that are left, and nothing else.
     """
-    wanted = wishes(backend, layer, scopes.current_scope(), _local.module)
+    wanted = current_wishes(backend, layer)
     left = None if wanted.ordered() else switched_on()
     if left is None:
         return wanted
@@ -144,7 +144,8 @@ def _remember(
 ) -> Entry:
     run = way.runner(plan, call)
     entry = Entry(tensor_check(q, k, v), run, plan, getattr(run, "operator", None))
-    table.add(key, entry, q, k, v, epoch)
+    if plan.is_final:
+        table.add(key, entry, q, k, v, epoch)
     return entry
 
 
@@ -162,7 +163,7 @@ def _again(entry: Entry, way: Way, key: Key | None, q: Any, k: Any, v: Any, back
         return found
     epoch = _state.epoch
     call = way.admit(q, k, v)
-    if reasons := registry[noted.backend].check(call.problem):
+    if reasons := registry["torch", noted.backend].check(call.problem):
         if not noted.source.is_request:
             return _entry(way, None, q, k, v, backend, asked=False)
         decisions = {**noted.decisions, noted.backend: Rejected(reasons)}
@@ -184,7 +185,7 @@ def runner(plan: Plan, call: Call) -> Callable[..., Any]:
         return _cast_runner(plan, call)
     if problem.empty:
         return lambda q, k, v, mask=None, bias=None, sinks=None: answer_empty(
-            problem.layout, problem.lse, q, k, v, sinks
+            problem.layout, problem.lse, q, k, v, sinks, bias
         )
     if bound is None:
         if not call.masked and _takes_three(kernel):

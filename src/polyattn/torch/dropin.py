@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from polyattn import scopes, settings
 from polyattn.admission import SdpaFacts, only_torch
 from polyattn.biases import DenseBias
+from polyattn.choice import Plan, current_wishes, wishes
 from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
 from polyattn.registry import registry
@@ -33,7 +34,6 @@ from polyattn.torch.dispatch import AttentionWay, dispatch, runner
 from polyattn.torch.door import Call, admit, facts_of
 from polyattn.torch.model import facts_of as facts_of_model
 from polyattn.torch.model import model_of_sdpa
-from polyattn.torch.resolve import Plan, wishes
 
 __all__ = ["hand_to_torch", "scaled_dot_product_attention", "torch_sdpa"]
 
@@ -175,7 +175,7 @@ def _modelled(
 
 def _asked() -> tuple[Any, ...]:
     """Return the requests in force here, strongest first: they outrank torch's switches."""
-    return wishes(None, None, scopes.current_scope(), scopes.local.module).ordered()
+    return current_wishes().ordered()
 
 
 def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict[str, Any]:

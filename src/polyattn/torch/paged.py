@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from polyattn.admission import admit_pages, check_lengths
+from polyattn.choice import Plan
 from polyattn.masks import Causal, Mask
 from polyattn.torch.cache import Key, array_key, table
 from polyattn.torch.dispatch import dispatch
 from polyattn.torch.door import FRONT, Call
 from polyattn.torch.empty import answer_empty
-from polyattn.torch.resolve import Plan
 from polyattn.torch.traced import refuse
 
 __all__ = ["paged_attention"]

@@ -20,6 +20,7 @@ from torch import is_autocast_enabled as _is_autocast_enabled
 from polyattn import scopes
 from polyattn.admission import ArrayFacts, Other, Surroundings
 from polyattn.admission import admit as admit_call
+from polyattn.choice import Plan, plan_for, wishes
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
 from polyattn.torch.dispatch import switched_on
@@ -27,7 +28,6 @@ from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.masking import bind_mask
 from polyattn.torch.model import facts_of, mask_of, model_of
-from polyattn.torch.resolve import Plan, plan_for, wishes
 
 __all__ = ["as_text", "attention", "from_text", "refuse", "through_compiler"]
 
@@ -65,7 +65,7 @@ def attention(
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0:
-        return answer_empty(layout, return_lse, q, k, v, sinks)
+        return answer_empty(layout, return_lse, q, k, v, sinks, bias)
     if simple is not None:
         simple = bind_mask(simple, q.device)
     recorded = _state.recorded

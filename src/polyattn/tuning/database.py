@@ -125,6 +125,12 @@ def inspect(connection: sqlite3.Connection) -> Kind:
         raise
 
 
+def kind_of(path: Path, timeout_s: float) -> Kind:
+    """Whose file lies at `path`, without a trace of having looked."""
+    with closing(connect(path, "ro", timeout_s)) as connection:
+        return inspect(connection)
+
+
 def stamp(connection: sqlite3.Connection) -> tuple[int, int]:
     """The application id and the schema version that the file carries."""
     return _pragma(connection, "application_id"), _pragma(connection, "user_version")

@@ -35,6 +35,7 @@ T = TypeVar("T")
 _Identity = tuple[int, int]
 
 _TRIES = 5
+_UNLINK = "remove the link, or let it lead to a tuning table or to no file"
 _USE_ANOTHER = "make it writable or choose another cache directory"
 _MAX_NOTICES = 100
 _PROCESS_LOCK = threading.RLock()
@@ -59,7 +60,7 @@ class Storage:
         self._changes = 0
         self._data_version: int | None = None
         self._closed = False
-        self._resolved = False
+        self._resolved = self._is_linked = False
         self._pid = os.getpid()
 
     def read(self, query: Callable[[sqlite3.Connection], T], missing: T) -> T:
@@ -196,6 +197,9 @@ class Storage:
             self._to_memory(f"cannot be used ({error})", _USE_ANOTHER)
 
     def _rebuild(self, holds_lock: bool) -> None:
+        if self._is_linked:
+            self._leave_alone(Kind.CORRUPT.value)
+            return
         lock = nullcontext() if holds_lock else self._lock()
         try:
             with lock:
@@ -240,7 +244,22 @@ class Storage:
         if not self._resolved:  # the journal and the lock lie beside the file, not beside a link
             self._resolved = True
             with suppress(OSError, RuntimeError):
+                self._is_linked = self.path.is_symlink()
                 self.path = self.path.resolve()
+                if self._is_linked and self._on_disk() is not None:
+                    self._check_target()
+
+    def _check_target(self) -> None:
+        """Keep off a file that a link leads to, unless it is a tuning table: it is somebody's."""
+        try:
+            kind = database.kind_of(self.path, self.timeout_s)
+        except sqlite3.Error:
+            return  # out of reach for now: the attempts that follow see to it
+        if kind in (Kind.FRESH, Kind.CORRUPT):
+            self._leave_alone(kind.value)
+
+    def _leave_alone(self, what: str) -> None:
+        self._to_memory(f"is reached by a link and is {what}, which is left alone", _UNLINK)
 
     def _lock(self) -> AbstractContextManager[None]:
         return file_lock(database.beside(self.path, ".lock"), self.timeout_s)

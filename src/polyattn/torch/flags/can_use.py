@@ -171,17 +171,20 @@ def _settled(ours: list[Reason], wrong: list[Reason], theirs: list[Reason] | Non
 
 def _presence(backend: str, call: SdpaCall, facts: Facts | None) -> Iterator[Reason]:
     """Yield why the kernel is not to be had: this build, this machine, the device's type."""
-    kind, declared = call.query.device, registry[backend].capabilities_for(call.query.device)
+    kind, declared = (
+        call.query.device,
+        registry.get(backend, "torch").capabilities_for(call.query.device),
+    )
     if facts is None:
-        probed = registry.probe(backend)
+        probed = registry.probe(("torch", backend))
         if isinstance(probed, Missing):
             yield Reason("available", probed.reason, "an install", probed.how_to_get_it)
         elif kind in declared.devices and kind not in (probed.devices or {kind}):
             yield Reason(
                 "machine", f"no {kind} device here", " or ".join(sorted(probed.devices or ()))
             )
-    elif kind == "cuda" and facts.torch_build == "cpu":
-        yield Reason("build", "a CPU build of torch", "a CUDA build")
+    elif kind == "cuda" and (build := facts.lacks_build("torch")) is not None:
+        yield Reason("build", f"a {build.upper()} build of torch", "a CUDA build")
     if kind not in _devices(backend):
         yield Reason("device", kind, " or ".join(_devices(backend)))
 
@@ -208,12 +211,12 @@ def _switch(backend: str) -> Iterator[Reason]:
 
 def _declared(backend: str, call: SdpaCall) -> Iterator[Reason]:
     """Yield what the backend's declaration says: its bounds are those of torch's checks."""
-    can = registry[backend].capabilities_for(call.query.device)
+    can = registry.get(backend, "torch").capabilities_for(call.query.device)
     if call.query.device not in can.devices:
         return
     if call.query.dtype not in can.dtypes:
         yield Reason("dtype", call.query.dtype, " or ".join(sorted(can.dtypes)), "cast the inputs")
-    if can.archs and call.query.device == "cuda" and call.arch is not None:
+    if isinstance(can.archs, tuple) and call.query.device == "cuda" and call.arch is not None:
         low, high = can.archs
         if not low <= arch_number(call.arch) <= high:
             yield Reason("compute capability", call.arch, f"sm_{low} to sm_{high}")

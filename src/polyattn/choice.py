@@ -1,0 +1,201 @@
+"""From a problem to a callable, for any framework: the wishes in force, the choice, the kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyattn import scopes, settings, tables
+from polyattn.decide import Tuned, Wishes, select
+from polyattn.errors import MissingDependency, PolyattnError
+from polyattn.facts import Facts
+from polyattn.platforms import find_platform
+from polyattn.problem import Problem
+from polyattn.registry import Backend, registry
+from polyattn.requests import Request
+from polyattn.results import FirstResult
+from polyattn.selection import Selection
+
+__all__ = ["Plan", "choose", "current_wishes", "plan_for", "prepared", "wishes"]
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice and the kernel that it prepared: ``kernel(q, k, v, mask, bias, sinks)``."""
+
+    selection: Selection
+    kernel: Kernel
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the kernel may be kept: that of a plugin still checks its first result.
+
+        Once that was right, :func:`plan_for` gives the bare kernel for the same problem.
+        """
+        return not isinstance(self.kernel, FirstResult)
+
+
+def wishes(
+    backend: Any = None, layer: frozenset[str] | None = None, scope: str | None = None,
+    module: str | None = None,
+) -> Wishes:  # fmt: skip
+    """Gather everything that is asked for; unknown names raise UnknownBackend.
+
+    `backend`: as given to the call. `layer`: what the layer supports. `scope`, `module`: what is in
+    force around the call, encoded, as a compiler's guards hold them.
+    """
+    forced = scopes.state.forced
+    env = settings.current().backend
+    policy = (module or "").partition("\n")[0]
+    return Wishes(
+        forced=Request(registry.expand(forced, asked_by="force")) if forced else Request(),
+        call=Request() if backend is None else Request.make(_names(backend)),
+        scope=Request.decode(scope or ""),
+        module=Request.decode("" if policy == "-" else policy),
+        env=Request(registry.expand(env, asked_by="POLYATTN_BACKEND")) if env else Request(),
+        layer=layer,
+        on_unsupported=settings.current().on_unsupported,
+    )
+
+
+def current_wishes(backend: Any = None, layer: frozenset[str] | None = None) -> Wishes:
+    """Gather everything that is asked for here: at the call, by its layer, and all around it.
+
+    >>> from polyattn import use_backend
+    >>> with use_backend("flex"):
+    ...     [(str(source), request.names) for source, request in current_wishes().ordered()]
+    [('SCOPE', ('flex',))]
+    """
+    return wishes(backend, layer, scopes.current_scope(), scopes.local.module)
+
+
+def _names(backend: Any) -> tuple[Any, ...]:
+    return tuple(backend) if isinstance(backend, (list, tuple)) else (backend,)
+
+
+def choose(problem: Problem, wishes: Wishes, facts: Facts | None = None) -> Selection:
+    """Select a backend for the problem; measured times of this machine take part."""
+    tuned = [] if facts is not None else _tuned(problem)
+    return select(problem, wishes, registry, tuned=tuned, facts=facts)
+
+
+def _tuned(problem: Problem) -> list[Tuned]:
+    if not settings.current().tuning or (platform := find_platform(problem.framework)) is None:
+        return []
+    device, versions = platform.device_description(problem.device), platform.versions()
+    rows = tables.measured(problem, device, versions)
+    return [Tuned(row.backend, json.loads(row.config), row.median_s) for row in rows]
+
+
+def plan_for(problem: Problem, wishes: Wishes) -> Plan:
+    """Select and prepare. A backend that lied in its probe is distrusted, and asked no more.
+
+    Raises MissingDependency where one that was asked for cannot be loaded, PolyattnError where it
+    gives nothing that can be called; an automatic choice goes to the next.
+    """
+    while True:
+        selection = choose(problem, wishes)
+        backend = registry.get(selection.backend, problem.framework)
+        try:
+            return Plan(selection, _first_checked(backend, selection, problem))
+        except Exception as error:
+            if _is_on_purpose(error, backend):
+                raise
+            fault = f"it probed as available, but {_told(error)}"
+            registry.distrust(backend, fault)
+            if selection.source.is_request:
+                kind = PolyattnError if isinstance(error, _BrokenError) else MissingDependency
+                raise kind(
+                    f"got a request for {selection.backend} ({selection.source}); {fault}. "
+                    "Mend the package that brings it, or ask for another backend."
+                ) from error
+
+
+class _BrokenError(PolyattnError):
+    """A backend whose code does not give what it has to."""
+
+
+def _is_on_purpose(error: Exception, backend: Backend) -> bool:
+    """Whether an error is meant for the caller, such as a setting that cannot be met."""
+    if isinstance(error, (_BrokenError, MissingDependency)):
+        return False
+    if isinstance(error, MemoryError):  # which says nothing about the backend
+        return True
+    return isinstance(error, PolyattnError) and registry.is_in_tree(backend)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, _BrokenError):
+        return str(error)
+    return f"loading it raised {type(error).__name__}: {error}"
+
+
+def prepared(selection: Selection, problem: Problem) -> Kernel:
+    """Return the kernel of a selection, loading its backend if this is its first use."""
+    backend = registry.get(selection.backend, problem.framework)
+    prepare = _loaded(backend).prepare
+    kernel = _called(lambda: prepare(problem, selection.config))
+    if not callable(kernel):
+        raise _BrokenError(
+            f"its prepare(problem, config) gave {type(kernel).__name__}, expected a callable kernel"
+        )
+    return kernel  # type: ignore[no-any-return]
+
+
+def _called(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except SystemExit as error:  # a plugin's fault, which ends no program
+        raise _BrokenError(f"loading it raised SystemExit: {error}") from error
+
+
+def _first_checked(backend: Backend, selection: Selection, problem: Problem) -> Kernel:
+    """Prepare; a plugin's kernel is checked until one result for such a problem was right."""
+    kernel = prepared(selection, problem)
+    if problem.compiled or registry.is_in_tree(backend):
+        return kernel
+    right = _loaded(backend).right
+    this = problem, json.dumps(selection.config, sort_keys=True, default=repr)
+    platform = find_platform(problem.framework)
+    if this in right or platform is None:
+        return kernel
+
+    def note() -> None:
+        if len(right) >= _MOST_RIGHT:
+            right.clear()
+        right.add(this)
+
+    return FirstResult(kernel, backend.name, problem, platform.described, note)
+
+
+_MOST_RIGHT = 4096
+"""How many problems are remembered as answered rightly, for each plugin."""
+
+
+@dataclass
+class _Loaded:
+    """A backend that was loaded, and the problems whose results were seen to be right."""
+
+    backend: Backend
+    prepare: Callable[[Problem, Mapping[str, Any]], Any]
+    right: set[tuple[Problem, str]] = field(default_factory=set)
+
+
+_loads: dict[tuple[str, str], _Loaded] = {}
+
+
+def _loaded(backend: Backend) -> _Loaded:
+    """Load a backend once; one that was registered again under the name is another backend."""
+    known = _loads.get(backend.key)
+    if known is None or known.backend is not backend:
+        prepare = _called(backend.load)
+        if not callable(prepare):
+            raise _BrokenError(
+                f"its load() gave {type(prepare).__name__}, expected prepare(problem, config)"
+            )
+        known = _loads[backend.key] = _Loaded(backend, prepare)
+    return known

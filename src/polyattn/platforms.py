@@ -1,0 +1,87 @@
+"""What a framework brings to the choice of a backend: its versions, its devices, its own call.
+
+The core imports no framework. Each front registers a :class:`Platform` when it is imported, and
+:data:`FACES` says, here and nowhere else, which module to import for one that is not there yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from polyattn.errors import PolyattnError, near_matches
+
+__all__ = ["FACES", "Described", "Platform", "find_platform", "platform_of", "register_platform"]
+
+FACES = {"torch": "polyattn.torch"}
+"""The module of each framework whose import registers its platform."""
+
+
+class Described(NamedTuple):
+    """An array by its shape, dtype and device, as every framework can tell them."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype} on {self.device}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """One framework, as far as the choice of a backend needs it.
+
+    `versions`: the libraries that measured times depend on, canonically.
+    `device_description`: ``(kind) -> text``, the device that measured times belong to.
+    `present_device`: the device that a layer would be put on here, and its architecture.
+    `described`: ``(x) -> Described``, or None for what is no array of this framework.
+    `attention`: the framework's call, as :func:`polyattn.torch.attention`.
+    """
+
+    framework: str
+    versions: Callable[[], str]
+    device_description: Callable[[str], str]
+    present_device: Callable[[], tuple[str, str | None]]
+    described: Callable[[Any], Described | None]
+    attention: Callable[..., Any]
+
+
+_registered: dict[str, Platform] = {}
+
+
+def register_platform(platform: Platform) -> None:
+    """Make a framework known; its front does so when it is imported."""
+    _registered[platform.framework] = platform
+
+
+def find_platform(framework: str) -> Platform | None:
+    """Return a framework's platform, importing its front; None where it is not to be had here."""
+    if framework not in _registered and framework in FACES:
+        try:
+            importlib.import_module(FACES[framework])
+        except (ImportError, OSError):  # not installed, or broken, as probes will say
+            return None
+    return _registered.get(framework)
+
+
+def platform_of(framework: str) -> Platform:
+    """Return a framework's platform.
+
+    Raises MissingDependency where the framework is not installed, and PolyattnError for one that
+    polyattn has no front for.
+
+    >>> platform_of("torch").framework
+    'torch'
+    """
+    if framework not in _registered and framework in FACES:
+        importlib.import_module(FACES[framework])
+    if framework not in _registered:
+        known = tuple(dict.fromkeys((*FACES, *_registered)))
+        raise PolyattnError(
+            f"got the framework {framework!r}, which has no front here, expected one of "
+            f"{', '.join(known)}.{near_matches(framework, known)}"
+        )
+    return _registered[framework]

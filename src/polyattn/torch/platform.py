@@ -1,0 +1,48 @@
+"""What the choice of a backend has to know of torch: its versions, its devices, its tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from polyattn.platforms import Described
+from polyattn.processor import processor
+
+__all__ = ["described", "device_description", "library_versions", "present_device"]
+
+
+@functools.lru_cache(maxsize=1)
+def library_versions() -> str:
+    """Return the versions that measured times depend on, canonically."""
+    from polyattn import __version__
+
+    cuda = f" cuda={torch.version.cuda}" if torch.version.cuda else ""
+    return f"polyattn={__version__} torch={torch.__version__}{cuda}"
+
+
+def present_device() -> tuple[str, str | None]:
+    """Return the device that a layer would be put on here, and its compute capability."""
+    if not torch.cuda.is_available():
+        return "cpu", None
+    return "cuda", "sm_{}{}".format(*torch.cuda.get_device_capability())
+
+
+def device_description(kind: str) -> str:
+    """Describe the device that measured times belong to."""
+    if kind == "cuda" and torch.cuda.is_available():
+        return f"cuda:{torch.cuda.get_device_name()}"
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"cpu:{processor()[0]} {capability} threads={threads}"
+
+
+def described(x: Any) -> Described | None:
+    """Return shape, dtype and device of a tensor; None for anything else.
+
+    >>> print(described(torch.zeros(2, 3)))
+    (2, 3) float32 on cpu
+    """
+    if not isinstance(x, torch.Tensor):
+        return None
+    return Described(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
