@@ -181,16 +181,25 @@ def outcome(inputs: Inputs, run: Run, backward: bool = True) -> Outcome:
     if leaves and backward:
         if any(x.shape != g.shape for x, g in zip(results, incoming, strict=True)):
             raise _Wrong(f"shapes {[tuple(x.shape) for x in results]}")
-        pairs = [(x, g) for x, g in zip(results, incoming, strict=True) if x.requires_grad]
-        grads: Any = [None] * len(leaves)
-        if pairs:
-            heads, tails = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(heads, list(leaves.values()), tails, allow_unused=True)
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-            values[name] = torch.zeros_like(leaf) if grad is None else grad
-            if values[name].dtype != leaf.dtype:
-                raise _Wrong(f"the gradient of {name} is {values[name].dtype}")
+        values |= _gradients(leaves, results, incoming)
     return Outcome(values)
+
+
+def _gradients(
+    leaves: dict[str, Tensor], results: list[Tensor], incoming: list[Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradient of each leaf; where one has none, or is not even asked, it is wrong."""
+    pairs = [(x, g) for x, g in zip(results, incoming, strict=True) if x.requires_grad]
+    if not pairs:
+        raise _Wrong("no result requires a gradient, though inputs do")
+    heads, tails = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(heads, list(leaves.values()), tails, allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None:
+            raise _Wrong(f"the gradient of {name} is None")
+        if grad.dtype != leaf.dtype:
+            raise _Wrong(f"the gradient of {name} is {grad.dtype}")
+    return dict(zip(leaves, grads, strict=True))
 
 
 def _compare(subject: Subject, got: Outcome) -> None:

@@ -172,7 +172,7 @@ def runner(plan: Plan, call: Call) -> Callable[..., Any]:
         return _cast_runner(plan, call)
     if problem.empty:
         return lambda q, k, v, mask=None, bias=None, sinks=None: answer_empty(
-            problem.layout, problem.lse, q, k, v, sinks
+            problem.layout, problem.lse, q, k, v, sinks, bias
         )
     if bound is None:
         if not call.masked and _takes_three(kernel):

@@ -69,7 +69,7 @@ def attention(
         None if scope is _state else scope, _local.traced, _local.module, layer, _state.epoch,
     )  # fmt: skip
     if sizes[0] == 0 or sizes[3] == 0 or sizes[4] == 0:
-        return answer_empty(layout, return_lse, q, k, v, sinks)
+        return answer_empty(layout, return_lse, q, k, v, sinks, bias)
     recorded = _state.recorded
     if recorded is not _state and recorded != "":
         torch.ops.polyattn.note(number)
