@@ -162,7 +162,7 @@ def test_a_justified_refusal_is_none(plant: Plant) -> None:
 def test_a_run_that_tested_nothing_says_so(
     plant: Plant, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = plant(dtypes=frozenset())  # it refuses everything, and may be anything
+    name = plant(dtypes=frozenset(), layouts=frozenset())  # it refuses everything
     assert main(["--backend", name, "--problems", "30"]) == 2
     said = capsys.readouterr()
     assert f"{name}: refused every problem" in said.out
@@ -178,7 +178,7 @@ def test_a_run_that_tested_nothing_says_so(
 
 
 def test_one_that_tested_nothing_is_named_among_others(plant: Plant) -> None:
-    name = plant(dtypes=frozenset())
+    name = plant(dtypes=frozenset(), layouts=frozenset())
     report = run(3, seed=1)
     assert name in report.untested
     assert "reference" not in report.untested
