@@ -98,7 +98,7 @@ def mend(
         return mended, mended_lse
     if out.requires_grad:
         out, lse = run(*_of_rows(q, k, v, allowed, struck.any(-1)))
-    out = torch.where(struck, out, mended)
+    out = _chosen(struck, out, mended)
     if lse is not None and mended_lse is not None:
         lse = torch.where(scores_struck, lse, mended_lse)
     return out, lse
@@ -215,8 +215,14 @@ def _first_of_kv_heads(rows: Tensor, k: Tensor) -> Tensor:
 
 def _joined(rows: Tensor, a: Result, b: Result) -> Result:
     """Take some rows, (B, N, T), of `a`, the others of `b`."""
-    out = torch.where(rows.unsqueeze(-1), a[0], b[0])
+    out = _chosen(rows.unsqueeze(-1), a[0], b[0])
     return out, None if a[1] is None or b[1] is None else torch.where(rows, a[1], b[1])
+
+
+def _chosen(flags: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Take entries of `a` where flagged, others of `b`; the result lies in memory as `b` does."""
+    chosen = torch.where(flags, a, b)
+    return chosen if chosen.stride() == b.stride() else torch.empty_like(b).copy_(chosen)
 
 
 def zero_empty(out: Tensor, lse: Tensor | None, empty: Tensor) -> Result:

@@ -54,6 +54,7 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
             causal_with_mask=True,
             wide=True,
             loses_nan=True,
+            like_query=True,
         )
         kernel = lowered(op, problem, config)
         if is_plain(problem) and is_square_causal(problem) and not problem.compiled:

@@ -32,6 +32,8 @@ def prepare(op: Op, problem: Problem, config: Mapping[str, Any]) -> Callable[...
         if not problem.contiguous:
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = attend(q, k, v, mask, bias, sinks)
+        if layout == "BNTH" and not problem.contiguous:
+            out = out.contiguous()  # as torch's own, which runs its unfused path for these
         out = from_bnth(out, layout)
         if not problem.lse:
             return out
@@ -162,11 +164,13 @@ class _Attend:
         p = self.problem
         if sink:
             k, v = (torch.cat([x, x.new_zeros((*x.shape[:2], 1, x.shape[3]))], 2) for x in (k, v))
-        q_len = q.shape[2]
+        q_len, given = q.shape[2], q
         if self.fold:
             q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         out, lse = self.op.call(q, k, v, mask, self._flag, self.scale, p.dropout_p, p.lse)
         if self.fold:
             out = out.unflatten(2, (-1, q_len)).flatten(1, 2)
+            if p.layout == "BNTH" and self.op.like_query and not given.is_contiguous():
+                out = torch.empty_like(given).copy_(out)
             lse = None if lse is None else lse.unflatten(2, (-1, q_len)).flatten(1, 2)
         return out, lse

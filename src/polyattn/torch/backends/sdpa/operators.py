@@ -28,6 +28,7 @@ class Op:
     `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
     beside half-precision inputs, and masks that broadcast. `loses_nan`: a row of less than
     FEW_KEYS keys whose scores are all NaN comes out as 0 unless there is a mask to add.
+    `like_query`: the output lies in memory as the queries do.
     """
 
     call: Call
@@ -36,6 +37,7 @@ class Op:
     causal_with_mask: bool = False
     wide: bool = False
     loses_nan: bool = False
+    like_query: bool = False
 
 
 def flash_cpu(function: Any) -> Call:
