@@ -80,8 +80,8 @@ def test_random_calls_agree_with_torch(seed: int) -> None:
         assert not isinstance(ours, tuple), (shapes, ours)
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, shapes
         if kwargs.get("scale", 1) <= 0 and kwargs.get("is_causal"):
-            # torch's CPU kernel masks with -inf before it scales; by a scale <= 0 that is NaN, which
-            # beside few keys becomes 0
+            # torch's CPU kernel masks with -inf before it scales; by a scale <= 0 that is NaN, and
+            # beside few keys NaN becomes 0
             assert not ours.isnan().any() or "attn_mask" in kwargs
             continue
         loose = {torch.bfloat16: 3e-2, torch.float16: 4e-3}.get(ours.dtype, 1e-5)

@@ -88,8 +88,8 @@ def mend(
     clean = [_finite(x) for x in (q, k, v)]
     leaking = None if adds_at is None else _overflowing(clean[0], clean[1], allowed, adds_at)
     if leaking is not None:
-        wanted = allowed.any(-1).expand(q.shape[:3]) & ~struck.all(-1)
-        mended, mended_lse = _run_apart(run, clean, allowed, leaking, wanted)
+        wanted = ~struck.all(-1)
+        mended, mended_lse = _run_apart(run, clean, allowed, leaking, wanted, out.requires_grad)
     elif all(x is y for x, y in zip((q, k, v), clean, strict=True)):
         return out, lse  # the NaN is nobody's leak
     else:
@@ -183,13 +183,16 @@ def _overflowing(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor 
 
 
 def _run_apart(
-    run: Run, clean: list[Tensor], allowed: Tensor, leaking: Tensor, wanted: Tensor
+    run: Run, clean: list[Tensor], allowed: Tensor, leaking: Tensor, wanted: Tensor, trains: bool
 ) -> Result:
     """Run on groups of rows, each without the keys that leak into one of it and none of it sees.
 
     Mostly one or two groups: a row alone can always be served.
     """
     q, k, v = clean
+    empty = ~allowed.any(-1, keepdim=True)
+    if (leaking & empty).any():  # rows without keys need nothing of themselves
+        q, leaking = _only(q, ~(leaking & empty).any(-1, keepdim=True)), leaking & ~empty
     result: Result | None = None
     asked = wanted
     while result is None or wanted.any():
@@ -199,7 +202,9 @@ def _run_apart(
         if not served.any() and wanted.any():
             asked = _first_of_kv_heads(wanted, k)
             continue
-        got = run(_only(q, served.unsqueeze(-1)), _only(k, ~dropped), v)
+        # other rows may be NaN, which must come into no gradient
+        rows = _only(q, served.unsqueeze(-1)) if trains and 0 not in q.stride() else q
+        got = run(rows, _only(k, ~dropped) if dropped.any() else k, v)
         result = got if result is None else _joined(served, got, result)
         wanted = wanted & ~served
         asked = wanted
