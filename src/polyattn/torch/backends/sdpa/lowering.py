@@ -88,8 +88,13 @@ class _Attend:
         if mask is not None and not self.only_causal:
             view = visible(mask, dims, q.device)
         elif mask is not None:
-            _, high = key_range(mask, dims.q_len, dims.kv_len)
-            k, v = k[:, :, :high], v[:, :, :high]
+            _, last = key_range(mask, dims.q_len, dims.kv_len)
+            if p.dropout_p > 0:  # torch draws for every key, and so the same for these
+                seen = torch.arange(high, device=q.device).unsqueeze(-1) < last
+                k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
+            else:
+                high = last
+                k, v = k[:, :, :high], v[:, :, :high]
         readable = is_readable(q)
         if view is not None and (p.grad or p.bias_grad or p.sinks_grad or not readable):
             q, k, v = hide(q, k, v, view)
