@@ -190,8 +190,8 @@ def _run_apart(
     Mostly one or two groups: a row alone can always be served.
     """
     q, k, v = clean
-    empty = ~allowed.any(-1, keepdim=True)
-    if (leaking & empty).any():  # rows without keys need nothing of themselves
+    empty, own_rows = ~allowed.any(-1, keepdim=True), 0 not in q.stride()
+    if own_rows and (leaking & empty).any():  # rows without keys need nothing of themselves
         q, leaking = _only(q, ~(leaking & empty).any(-1, keepdim=True)), leaking & ~empty
     result: Result | None = None
     asked = wanted
@@ -203,7 +203,7 @@ def _run_apart(
             asked = _first_of_kv_heads(wanted, k)
             continue
         # other rows may be NaN, which must come into no gradient
-        rows = _only(q, served.unsqueeze(-1)) if trains and 0 not in q.stride() else q
+        rows = _only(q, served.unsqueeze(-1)) if trains and own_rows else q
         got = run(rows, _only(k, ~dropped) if dropped.any() else k, v)
         result = got if result is None else _joined(served, got, result)
         wanted = wanted & ~served

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 NATIVE_CAUSAL = "Causal('top_left')"
+_WATCHERS = _are_functorch_transforms_active, _len_torch_dispatch_stack, _get_tracing_state
 
 
 def is_plain(p: Problem) -> bool:
@@ -57,13 +58,14 @@ def causal_flash_cpu(
     turned, scale, grad = problem.layout == "BTNH", problem.scale, problem.grad
     small = problem.batch * problem.heads * problem.q_len * problem.head_dim <= 1 << 12
     few = problem.kv_len < FEW_KEYS
-    functorch, modes = _are_functorch_transforms_active, _len_torch_dispatch_stack
-    tracing = _get_tracing_state
+    functorch, modes, tracing = _WATCHERS  # in cells: quicker than globals
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v)) if turned else (q, k, v)
+        q4, k4, v4 = q, k, v
+        if turned:
+            q4, k4, v4 = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if few:
             out = function(q4, k4, v4, 0.0, True, attn_mask=_zeros(k4), scale=scale)[0]
         else:
@@ -96,19 +98,25 @@ def dense_flash_cpu(
     """The short way for one boolean mask in inference; a NaN sends the call the careful way."""
     turned, scale = problem.layout == "BTNH", problem.scale
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    functorch, modes, tracing = _WATCHERS
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
         allowed = four_dims(mask.mask)
         q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v)) if turned else (q, k, v)
-        if allowed.shape[-1] != k4.shape[2] or type(q) is not Tensor or not is_readable(q):
+        watched = functorch() or modes() or tracing() is not None
+        if watched or allowed.shape[-1] != k4.shape[2] or type(q) is not Tensor:
             return careful(q, k, v, mask, bias, sinks)
         added = torch.where(allowed, 0.0, float("-inf"))
         if added.dtype != wide:
             added = added.to(wide)
         out = function(q4, k4, v4, 0.0, False, attn_mask=added, scale=scale)[0]
-        if holds_nan(out, True):
+        try:
+            struck = holds_nan(out, True)
+        except RuntimeError:  # traced before autograd: the careful way knows
+            struck = True
+        if struck:
             return careful(q, k, v, mask, bias, sinks)
         return out.transpose(1, 2) if turned else out
 
