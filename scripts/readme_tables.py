@@ -20,7 +20,7 @@ END = "<!-- end of {} -->"
 FEATURES = {
     "softcap": "soft cap", "sinks": "sinks", "dropout": "dropout", "gqa": "GQA",
     "value_dim": "value dim other than head dim", "lse": "lse", "backward": "backward",
-    "bias_grad": "bias gradient", "compiled": "`torch.compile`",
+    "bias_grad": "bias gradient", "sinks_grad": "sinks gradient", "compiled": "`torch.compile`",
 }  # fmt: skip
 LIMITS = {case.name: case.limit for case in CASES}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -51,13 +51,17 @@ def dtypes(can: Capabilities) -> str:
 
 def refusals(can: Capabilities) -> str:
     """Return what the declaration does not allow."""
-    found = [text for name, text in FEATURES.items() if not getattr(can, name)]
+    found = [
+        text
+        for name, text in FEATURES.items()
+        if not getattr(can, name) and not (name == "sinks_grad" and not can.sinks)
+    ]
     if lacking := ALL_MASKS - set(can.masks) - {"Full"}:
         known = ", ".join(f"`{name}`" for name in sorted(can.masks))
         found.insert(0, f"masks but {known}" if len(lacking) > 3 else ", ".join(sorted(lacking)))
     if not can.biases:
         found.insert(1, "biases")
-    return ", ".join(found) or "nothing"
+    return ", ".join(found) or "nothing but empty head or value dims, as all do"
 
 
 def costs() -> str:

@@ -68,6 +68,25 @@ def test_random_problems(name: str, device: str) -> None:
     check()
 
 
+FOUND = [
+    (
+        '{"seed":1637780687,"b":1,"t":5,"s":8,"h":17,"v":17,"layout":"BNTH",'
+        '"mask":["segments",false,true],"strides":"ecs","poison":true}'
+    ),
+    (
+        '{"seed":1830189265,"b":1,"t":4,"s":5,"h":40,"v":40,"dtype":"float64","layout":"BNTH",'
+        '"mask":["dense","bnt"],"strides":"oet","poison":true}'
+    ),
+]
+
+
+@pytest.mark.parametrize("spec", FOUND)
+@pytest.mark.parametrize(("name", "device"), BACKENDS)
+def test_what_the_fuzzer_found_stays_right(name: str, device: str, spec: str) -> None:
+    verdict = examine(subject(Case.from_spec(spec), device), registry[name])
+    assert not verdict.fails, verdict.detail
+
+
 @pytest.mark.parametrize(("name", "device"), BACKENDS)
 def test_dropout_keeps_its_laws(name: str, device: str) -> None:
     verdict = examine_dropout(registry[name], seed=3, device=device)

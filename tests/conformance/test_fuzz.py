@@ -159,6 +159,42 @@ def test_a_justified_refusal_is_none(plant: Plant) -> None:
     assert report.tallies[name].alone["soft cap"][0] >= 5
 
 
+def test_a_run_that_tested_nothing_says_so(
+    plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = plant(dtypes=frozenset(), layouts=frozenset())  # it refuses everything
+    assert main(["--backend", name, "--problems", "30"]) == 2
+    said = capsys.readouterr()
+    assert f"{name}: refused every problem" in said.out
+    assert f"got no problem that {name} takes among 30" in said.err
+    assert main(["--backend", name, "--problems", "30", "--json"]) == 2
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert (report["problems"], report["tested"]) == (30, 0)
+    assert "got no problem" in said.err
+    case = Case(seed=1).spec
+    assert main(["--backend", name, "--case", case]) == 2
+    assert main(["--backend", "reference", "--case", case]) == 0
+
+
+def test_one_that_tested_nothing_is_named_among_others(plant: Plant) -> None:
+    name = plant(dtypes=frozenset(), layouts=frozenset())
+    report = run(3, seed=1)
+    assert name in report.untested
+    assert "reference" not in report.untested
+    assert report.tested > 0
+
+
+def test_a_gradient_that_is_none_is_caught(plant: Plant) -> None:
+    def spoil(problem: Problem, result: Any, args: Any) -> Any:
+        if not problem.grad or not args[0].requires_grad:
+            return result
+        return _spoil_out(result, lambda out: out.detach() + 0 * args[0].sum())
+
+    report = run(40, seed=3, backend=(name := plant(spoil)))
+    assert any("is None" in failure.detail for failure in report.failures), _kinds(report, name)
+
+
 def test_the_line_of_a_failure_reproduces_it(
     plant: Plant, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -243,3 +243,16 @@ def test_switches_of_torch_are_obeyed_and_requests_outrank_them() -> None:
         sdpa(q, q, q, dropout_p=0.5)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available"):
         sdpa(q, q, q[..., :4])
+
+
+def test_dropout_draws_what_torch_draws() -> None:
+    for t, s in ((5, 5), (5, 12), (12, 5)):
+        for causal in (False, True):
+            q, k = torch.randn(2, 3, t, 8), torch.randn(2, 3, s, 8)
+            found = []
+            for function in (sdpa, F.scaled_dot_product_attention):
+                torch.manual_seed(4)
+                found.append(function(q, k, k, dropout_p=0.4, is_causal=causal))
+                found.append(torch.rand(3))  # the generator stands where it stood, too
+            torch.testing.assert_close(found[0], found[2])
+            assert torch.equal(found[1], found[3])

@@ -36,7 +36,7 @@ class Case:
     none, 1 (N,), M (N, M). `strides`: a letter each for q, k, v: c contiguous, t transposed
     storage, e expanded (stride 0), s strided last dim, o cut out of a larger storage.
     `grad`: which of ``qkv`` plus ``b`` (bias) and ``s`` (sinks) want gradients. `poison`: also
-    run with NaN in what is masked.
+    run with NaN, and with huge numbers, in what is masked.
     """
 
     seed: int = 0

@@ -13,7 +13,7 @@ from polyattn.capabilities import Reason
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs, build
 from polyattn.conformance.oracle import Answer, allowed, naive
-from polyattn.conformance.poison import hidden, spread
+from polyattn.conformance.poison import Flags, hidden, spread
 from polyattn.conformance.tolerance import Yardstick, measure
 from polyattn.registry import Backend
 from polyattn.torch import attention
@@ -22,6 +22,7 @@ from polyattn.torch.door import Call, admit
 __all__ = ["Outcome", "Subject", "Verdict", "examine", "subject"]
 
 Run = Callable[[Inputs], Any]
+_POISONS = {float("nan"): "NaN", float("inf"): "huge"}
 _NOT_ASKED = frozenset({"device", "compute capability", "determinism", "torch.compile"})
 
 
@@ -151,9 +152,10 @@ def _judge(subject: Subject, run: Run, repeats: tuple[bool, bool]) -> None:
             if fixed and not torch.equal(first.values[name], again.values[name]):
                 raise _Wrong(f"{name} differs when the same call is made twice")
     if case.poison and not subject.call.problem.empty:
-        _poison_hidden(subject, run, first, forward)
-        if inputs.q.device.type == "cpu" and forward:
-            _poison_spread(subject, run, first)
+        for poison in _POISONS:
+            _poison_hidden(subject, run, first, forward, poison)
+            if inputs.q.device.type == "cpu" and forward:
+                _poison_spread(subject, run, first, poison)
 
 
 def _arrays(inputs: Inputs) -> dict[str, Tensor]:
@@ -181,16 +183,25 @@ def outcome(inputs: Inputs, run: Run, backward: bool = True) -> Outcome:
     if leaves and backward:
         if any(x.shape != g.shape for x, g in zip(results, incoming, strict=True)):
             raise _Wrong(f"shapes {[tuple(x.shape) for x in results]}")
-        pairs = [(x, g) for x, g in zip(results, incoming, strict=True) if x.requires_grad]
-        grads: Any = [None] * len(leaves)
-        if pairs:
-            heads, tails = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(heads, list(leaves.values()), tails, allow_unused=True)
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-            values[name] = torch.zeros_like(leaf) if grad is None else grad
-            if values[name].dtype != leaf.dtype:
-                raise _Wrong(f"the gradient of {name} is {values[name].dtype}")
+        values |= _gradients(leaves, results, incoming)
     return Outcome(values)
+
+
+def _gradients(
+    leaves: dict[str, Tensor], results: list[Tensor], incoming: list[Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradient of each leaf; where one has none, or is not even asked, it is wrong."""
+    pairs = [(x, g) for x, g in zip(results, incoming, strict=True) if x.requires_grad]
+    if not pairs:
+        raise _Wrong("no result requires a gradient, though inputs do")
+    heads, tails = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(heads, list(leaves.values()), tails, allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None:
+            raise _Wrong(f"the gradient of {name} is None")
+        if grad.dtype != leaf.dtype:
+            raise _Wrong(f"the gradient of {name} is {grad.dtype}")
+    return dict(zip(leaves, grads, strict=True))
 
 
 def _compare(subject: Subject, got: Outcome) -> None:
@@ -219,17 +230,22 @@ def _rows(subject: Subject, x: Tensor) -> Tensor:
     return x if subject.case.layout == "BNTH" else x.transpose(1, 2)
 
 
-def _poison_hidden(subject: Subject, run: Run, clean: Outcome, bitwise: bool) -> None:
-    """NaN in what is hidden from everyone: outputs the same bits, gradients still right."""
+def _poison_hidden(
+    subject: Subject, run: Run, clean: Outcome, bitwise: bool, poison: float
+) -> None:
+    """Poison what is hidden from everyone: outputs the same bits, gradients still right."""
     bad = hidden(subject.case, subject.seen)
     if not any(bool(flags.any()) for flags in bad):
         return
-    struck = outcome(subject.inputs.poisoned(*bad), run)
+    struck = outcome(subject.inputs.poisoned(*bad, poison), run)
     for name in ("out", "lse"):
         if name not in clean.values or torch.equal(struck.values[name], clean.values[name]):
             continue
         if bitwise or not bool(struck.values[name].isfinite().all()):
-            raise _Wrong(f"{name} changes when masked entries are NaN{_how(struck, clean, name)}")
+            what = _POISONS[poison]
+            raise _Wrong(
+                f"{name} changes when masked entries are {what}{_how(struck, clean, name)}"
+            )
     _compare(subject, struck)
     for name, flags in zip(("query", "key", "value"), bad, strict=True):
         if name in struck.values and bool(
@@ -249,12 +265,12 @@ def _how(struck: Outcome, clean: Outcome, name: str) -> str:
     return f": {at} is {float(a[tuple(at)])}, was {float(b[tuple(at)])}"
 
 
-def _poison_spread(subject: Subject, run: Run, clean: Outcome) -> None:
-    """NaN in one key that some attend: rows that do not attend it keep their bits."""
+def _poison_spread(subject: Subject, run: Run, clean: Outcome, poison: float) -> None:
+    """Poison one key that some attend: rows that do not attend it keep their bits."""
     bad, untouched = spread(subject.case, subject.seen)
     if bad is None or not bool(untouched.any()):
         return
-    struck = outcome(subject.inputs.poisoned(*bad), run, backward=False)
+    struck = outcome(subject.inputs.poisoned(*bad, poison), run, backward=False)
     for name in ("out", "lse"):
         if name not in clean.values:
             continue
@@ -264,4 +280,24 @@ def _poison_spread(subject: Subject, run: Run, clean: Outcome) -> None:
         else:
             a, b = (x.reshape(untouched.shape)[untouched] for x in (a, b))
         if not torch.equal(a, b):
-            raise _Wrong(f"{name} of a query changes when a key that it does not attend is NaN")
+            what = _POISONS[poison]
+            raise _Wrong(f"{name} of a query changes when a key that it does not attend is {what}")
+    _gradients_beside(subject, run, clean, (bad, untouched), poison)
+
+
+def _gradients_beside(
+    subject: Subject, run: Run, clean: Outcome, where: tuple[Flags, Tensor], poison: float
+) -> None:
+    """See that the gradient of a query that does not attend a NaN key is what it was.
+
+    A huge value is left out: times the gradient that comes in it overflows, and then meets the 0
+    of its probability.
+    """
+    bad, untouched = where
+    if "query" not in clean.values or poison == poison or subject.case.strides[0] == "e":
+        return
+    struck = outcome(subject.inputs.poisoned(*bad, poison), run)
+    a, b = (_rows(subject, x.values["query"])[untouched] for x in (struck, clean))
+    room = 64 * torch.finfo(a.dtype).eps * float(b.abs().max()) if b.numel() else 0.0
+    if not bool(((a - b).abs() <= room).all()):
+        raise _Wrong("the gradient of a query changes when a key that it does not attend is NaN")

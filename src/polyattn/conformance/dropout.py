@@ -60,4 +60,4 @@ def _fault(run: object, seed: int) -> str | None:
 
 def _dtype(backend: Backend, device: str) -> str:
     dtypes = backend.capabilities_for(device).dtypes
-    return "float32" if "float32" in dtypes else sorted(dtypes)[0]
+    return "float32" if "float32" in dtypes else min(dtypes, default="float32")

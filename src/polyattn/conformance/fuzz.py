@@ -134,7 +134,10 @@ def _dropout(report: Report, backend: Backend, seed: int, device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 nothing found, 1 something found, 2 used wrongly, 130 after Ctrl-C."""
+    """Run the command.
+
+    Returns 0 nothing found, 1 something found, 2 used wrongly or nothing tested, 130 after Ctrl-C.
+    """
     parser = _parser()
     try:
         args = parser.parse_args(argv)
@@ -159,7 +162,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.out(json.dumps(report.to_dict(), indent=2), highlight=False)
     else:
         show_report(report, console)
+    if report.ok and not report.tested and not report.interrupted:
+        errors.print(_nothing_tested(report), style="red", highlight=False, markup=False)
+        return 2
     return INTERRUPTED if report.interrupted else 0 if report.ok else 1
+
+
+def _nothing_tested(report: Report) -> str:
+    names = ", ".join(report.untested)
+    return (
+        f"polyattn fuzz: got no problem that {names} takes among {report.problems}, expected one "
+        "to judge it by. Look at what it declares (polyattn explain names the reasons), or ask for "
+        "more --problems."
+    )
 
 
 def _main_case(args: argparse.Namespace, console: Console) -> int:
@@ -171,6 +186,8 @@ def _main_case(args: argparse.Namespace, console: Console) -> int:
         console.out(json.dumps({"case": case.spec, "verdicts": rows}, indent=2), highlight=False)
     else:
         show_case(case, verdicts, console)
+    if not suspects and all(v.outcome.startswith("refused") for v in verdicts.values()):
+        return 2  # nobody took it: nothing can be said
     return 1 if suspects else 0
 
 

@@ -60,13 +60,18 @@ class Inputs:
         every = {"query": self.q, "key": self.k, "value": self.v, "bias": bias, "sinks": self.sinks}
         return {name: x for name, x in every.items() if x is not None and x.requires_grad}
 
-    def poisoned(self, q_bad: Tensor, k_bad: Tensor, v_bad: Tensor) -> Inputs:
-        """Return the same call with NaN where the bools are True; stride-0 tensors are kept."""
+    def poisoned(self, q_bad: Tensor, k_bad: Tensor, v_bad: Tensor, poison: float) -> Inputs:
+        """Return the same call with `poison` where the bools are True; stride-0 tensors are kept.
+
+        An infinite poison stands for the largest number of the dtype, which scores overflow with.
+        """
+        largest = torch.finfo(self.q.dtype).max
+        poison = max(-largest, min(largest, poison)) if poison == poison else poison
         changed: dict[str, Any] = {}
         for name, bad, letter in zip("qkv", (q_bad, k_bad, v_bad), self.case.strides, strict=True):
             x = getattr(self, name)
             if letter != "e":
-                values = torch.where(bad.to(x.device), NAN, x.detach())
+                values = torch.where(bad.to(x.device), poison, x.detach())
                 changed[name] = place(values, letter).requires_grad_(x.requires_grad)
         return replace(self, **changed)
 

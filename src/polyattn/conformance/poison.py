@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polyattn.conformance.cases import Case
 
-__all__ = ["hidden", "spread"]
+__all__ = ["Flags", "hidden", "spread"]
 
 Flags = tuple[Tensor, Tensor, Tensor]
 

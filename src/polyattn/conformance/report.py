@@ -96,8 +96,18 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether nothing was found; True also where nothing was `tested`."""
         return not self.failures
+
+    @property
+    def tested(self) -> int:
+        """How often a backend took a problem; 0 says nothing for or against it."""
+        return sum(map(_taken, self.tallies.values()))
+
+    @property
+    def untested(self) -> list[str]:
+        """The backends that refused every problem they were asked."""
+        return [name for name, tally in self.tallies.items() if not _taken(tally)]
 
     def count(self, outcome: str) -> int:
         """Return how often an outcome came up, over all backends."""
@@ -109,7 +119,7 @@ class Report:
         return {
             "seed": self.seed, "asked": self.asked, "problems": self.problems,
             "device": self.device, "seconds": round(self.seconds, 3),
-            "interrupted": self.interrupted, "ok": self.ok,
+            "interrupted": self.interrupted, "ok": self.ok, "tested": self.tested,
             **{kind: self.count(kind) for kind in KINDS},
             "backends": {
                 name: {
@@ -124,3 +134,7 @@ class Report:
             "absent": dict(self.absent),
             "failures": [failure.to_dict() for failure in self.failures],
         }  # fmt: skip
+
+
+def _taken(tally: Tally) -> int:
+    return sum(tally.counts[outcome] for outcome in ("right", "wrong", "false_acceptance"))

@@ -44,6 +44,8 @@ def show_report(report: Report, console: Console) -> None:
     console.print(_table(report))
     for name, why in report.absent.items():
         _line(console, f"{name}: not here: {why}", "dim")
+    for name in report.untested:
+        _line(console, f"{name}: refused every problem, so nothing is known of it", "yellow")
     for failure in report.failures[:_SHOWN]:
         _line(
             console,
@@ -60,7 +62,7 @@ def show_report(report: Report, console: Console) -> None:
         f"\n{report.problems} problems{stopped} from seed {report.seed} on {report.device} in "
         f"{report.seconds:.1f} s: {wrong} wrong, {accepted} false acceptances, {refused} false "
         "refusals",
-        "green" if report.ok else "red",
+        ("green" if report.tested else "yellow") if report.ok else "red",
     )
 
 

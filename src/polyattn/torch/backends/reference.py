@@ -110,6 +110,7 @@ def reference_attention(
     scores = torch.where(poisoned, float("nan"), scores)
     scores = torch.where(allowed, scores, float("-inf"))
     weights, lse = _softmax(scores, sinks, dtype, shape)
+    weights = torch.where(allowed, weights, 0)  # where all of a row is NaN, so are these
     if problem.dropout_p > 0:
         weights = torch.nn.functional.dropout(weights, problem.dropout_p)
     grouped = weights.unflatten(1, (-1, groups)) if groups else weights.unsqueeze(2)

@@ -59,7 +59,7 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
 def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Kernel:
     """The way through the operators, which compilers trace, and through function transforms."""
     lse_too, layout, operator = problem.lse, constants.layout, native_attention
-    traced = problem.compiled
+    traced, unfused = problem.compiled, _is_unfused_in_torch(problem)
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -75,14 +75,16 @@ def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Ke
             out, lse = operator(
                 q, k, v, dense, slopes, sinks, list(codes), arrays, *constants, lse_too or trains
             )
-        return (out.to(dtype), lse) if lse_too else out.to(dtype)
+        out = out.to(dtype)
+        out = out.contiguous() if unfused else out
+        return (out, lse) if lse_too else out
 
     return kernel
 
 
 def _eager_kernel(problem: Problem, constants: Constants, trains: bool, careful: Kernel) -> Kernel:
     """The way past the operators, for everything that a problem may hold."""
-    lse_too, layout = problem.lse, constants.layout
+    lse_too, layout, unfused = problem.lse, constants.layout, _is_unfused_in_torch(problem)
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -100,9 +102,15 @@ def _eager_kernel(problem: Problem, constants: Constants, trains: bool, careful:
             out = out.to(dtype)
         else:
             out, lse = attend(q, k, v, extras, constants)
+        out = out.contiguous() if unfused else out
         return (out, lse) if lse_too else out
 
     return kernel
+
+
+def _is_unfused_in_torch(problem: Problem) -> bool:
+    """Say whether torch has no fused kernel for a bias that trains: its output is contiguous."""
+    return problem.bias_grad and problem.layout == "BNTH"
 
 
 def _wants_wide(dtype: torch.dtype, bias: Tensor | None, sinks: Tensor | None) -> bool:
@@ -189,12 +197,14 @@ def _rows_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -
 
 
 def _heads_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -> Kernel:
-    """The bare kernel for (B, N, T, H); where it lies as (B, T, N, H) so does the output."""
+    """The bare kernel for (B, N, T, H); the output lies as the queries do, see `empty_out`."""
     run, threads, plain = module.load().forward, torch.get_num_threads, _PLAIN
     isa, code, sizes, scale, softcap = fixed
     b, n, t, width = problem.batch, problem.heads, problem.q_len, problem.value_dim
-    batch, masked = n * t * width, problem.mask is not None
+    masked, alike = problem.mask is not None, width == problem.head_dim
+    shape, usual = (b, n, t, width), (n * t * width, t * width, width, 1)
     functorch, modes, tracing = _WATCHERS
+    empty_like = torch.empty_like
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -208,15 +218,17 @@ def _heads_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) 
         q0, q1, q2, _ = q.stride()
         k0, k1, k2, _ = k.stride()
         v0, v1, v2, _ = v.stride()
-        turned = q1 < q2
-        out = q.new_empty((b, t, n, width) if turned else (b, n, t, width))
-        head, row = (width, n * width) if turned else (t * width, width)
+        out = empty_like(q) if alike else q.new_empty(shape)
+        batch, head, row, last = usual if q.is_contiguous() or not alike else out.stride()
+        if last != 1:  # of rows that overlap
+            out = q.new_empty(shape)
+            batch, head, row, _ = usual
         run(
             isa, threads(), code, sizes, scale, softcap, (q.data_ptr(), q0, q1, q2),
             (k.data_ptr(), k0, k1, k2), (v.data_ptr(), v0, v1, v2),
             (out.data_ptr(), batch, head, row), None, terms_for(mask, q, k) if masked else (),
             None, None, None, None, None,
         )  # fmt: skip
-        return out.transpose(1, 2) if turned else out
+        return out
 
     return kernel

@@ -22,7 +22,16 @@ from polyattn.torch.backends.native_cpu.arguments import (
     terms_of,
 )
 
-__all__ = ["Constants", "Extras", "Needs", "backward", "empty_lse", "empty_like_rows", "forward"]
+__all__ = [
+    "Constants",
+    "Extras",
+    "Needs",
+    "backward",
+    "empty_lse",
+    "empty_like_rows",
+    "empty_out",
+    "forward",
+]
 
 
 class Constants(NamedTuple):
@@ -74,6 +83,21 @@ def empty_like_rows(x: Tensor, last: int, layout: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], last))
 
 
+def empty_out(q: Tensor, k: Tensor, v: Tensor, layout: str) -> Tensor:
+    """Allocate the output, which lies in memory as torch's own would.
+
+    That is as the queries do, dims that are expanded apart, where torch takes its flash kernel,
+    and contiguous where it takes its unfused path (other value dims, a last dim with strides).
+    """
+    last = v.shape[-1]
+    dense = q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1
+    if layout == "BNTH" and last == q.shape[-1] and dense:
+        out = torch.empty_like(q)
+        if out.stride(-1) == 1:  # of overlapping rows it may be another
+            return out
+    return q.new_empty((*q.shape[:-1], last))
+
+
 def empty_lse(q: Tensor, layout: str) -> Tensor:
     """Allocate the lse: (B, N, T) float32, (N, total) when packed."""
     if layout == "packed":
@@ -87,7 +111,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the forward kernel; tensors in the call's layout, of one dtype, any strides."""
     layout, scale, softcap = constants
-    out = empty_like_rows(q, v.shape[-1], layout)
+    out = empty_out(q, k, v, layout)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     found, packed, sequences = terms_of(extras.codes, extras.arrays, layout)
     bias, slopes, sinks = _in_kernel_dtypes(extras)

@@ -21,6 +21,7 @@ from polyattn.torch.backends.native_cpu.calls import (
     backward,
     empty_like_rows,
     empty_lse,
+    empty_out,
     forward,
 )
 
@@ -65,7 +66,7 @@ def _forward_fake(
     sinks: Tensor | None, codes: Sequence[int], arrays: Sequence[Tensor], layout: str,
     scale: float, softcap: float, wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = empty_like_rows(q, v.shape[-1], layout)
+    out = empty_out(q, k, v, layout)
     return out, empty_lse(q, layout) if wants_lse else _nothing(q)
 
 

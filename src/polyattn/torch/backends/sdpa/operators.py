@@ -1,0 +1,109 @@
+"""The four operators of torch, each behind one signature on (B, N, T, H) arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FEW_KEYS", "Op", "Result", "cudnn", "efficient", "flash_cpu", "flash_cuda", "unfused"]
+
+FEW_KEYS = 16
+"""The most lanes that a vector of the CPU flash kernel has: it takes the maximum of fewer scores
+one by one, and so that NaN is none."""
+
+Result = tuple[Tensor, Tensor | None]
+Call = Callable[..., Result]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator: ``call(q, k, v, mask, causal, scale, dropout_p, lse)`` on (B, N, T, H).
+
+    `grouped`: takes fewer key/value heads as they are. `zeroes_empty`: rows that see no key are
+    0 with gradient 0 (its lse still has to be rewritten).
+    `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
+    beside half-precision inputs, and masks that broadcast. `loses_nan`: a row of less than
+    FEW_KEYS keys whose scores are all NaN comes out as 0 unless there is a mask to add.
+    `like_query`: the output lies in memory as the queries do.
+    """
+
+    call: Call
+    grouped: bool = False
+    zeroes_empty: bool = False
+    causal_with_mask: bool = False
+    wide: bool = False
+    loses_nan: bool = False
+    like_query: bool = False
+
+
+def flash_cpu(function: Any) -> Call:
+    """Return the call of FlashAttention for CPUs by one of the handles of its operator."""
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        causal: bool,
+        scale: Any,
+        dropout: float,
+        lse: bool,
+    ) -> Result:
+        return function(q, k, v, dropout, causal, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
+
+    return call
+
+
+def flash_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
+) -> Result:
+    """Call FlashAttention 2 for CUDA."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    return op(q, k, v, dropout, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
+) -> Result:
+    """Call the memory-efficient kernel (CUTLASS), CUDA only."""
+    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    if mask is not None:
+        mask = _aligned(mask, (*q.shape[:3], k.shape[2]))
+    out, sums, *_ = op(q, k, v, mask, lse or q.requires_grad, dropout, causal, scale=scale)
+    return out, sums[..., : q.shape[2]] if lse else None
+
+
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
+) -> Result:
+    """Call cuDNN's fused attention, CUDA only."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    if mask is not None:
+        mask = mask.expand(*q.shape[:3], k.shape[2])
+    out, sums, *_ = op(q, k, v, mask, True, dropout, causal, False, scale=scale)
+    return out, sums.squeeze(-1) if sums.dim() == 4 else sums
+
+
+def unfused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
+) -> Result:
+    """Call the path of matmul, softmax and matmul; halves run in float32."""
+    op = torch.ops.aten._scaled_dot_product_attention_math.default
+    wide = q.dtype in (torch.float16, torch.bfloat16)
+    out_dtype = q.dtype
+    if wide:  # softmax and accumulation in float32 at least
+        q, k, v = q.float(), k.float(), v.float()
+    out = op(q, k, v, mask, dropout, causal, None, scale=scale)[0]
+    return (out.to(out_dtype) if wide else out), None
+
+
+def _aligned(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Expand a mask; the memory-efficient kernel wants rows that begin at multiples of 16."""
+    spare = -mask.shape[-1] % 16
+    if spare:
+        mask = torch.nn.functional.pad(mask, (0, spare))[..., : shape[-1]]
+    return mask.expand(shape)

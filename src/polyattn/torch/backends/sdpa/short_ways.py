@@ -1,0 +1,168 @@
+"""The short ways to the CPU flash kernel: calls so common that a frame too many is felt.
+
+What they find to be unusual, by a NaN in the output, goes the careful way of `lowering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
+
+from polyattn.problem import Problem
+from polyattn.torch.backends.sdpa.operators import FEW_KEYS
+from polyattn.torch.isolation import holds_nan, is_readable
+from polyattn.torch.masking import four_dims
+
+__all__ = [
+    "NATIVE_CAUSAL",
+    "causal_flash_cpu",
+    "dense_flash_cpu",
+    "is_dense",
+    "is_plain",
+    "is_square_causal",
+    "plain_flash_cpu",
+    "takes_flag",
+]
+
+NATIVE_CAUSAL = "Causal('top_left')"
+_WATCHERS = _are_functorch_transforms_active, _len_torch_dispatch_stack, _get_tracing_state
+
+
+def is_plain(p: Problem) -> bool:
+    """Say whether it is q, k and v alone, but for a mask."""
+    return (
+        p.bias is None and not p.sinks and not p.lse and p.contiguous
+        and not p.gqa and p.layout != "packed"
+    )  # fmt: skip
+
+
+def is_square_causal(p: Problem) -> bool:
+    """Say whether the mask is the one that the causal flag means."""
+    causal = p.mask is not None and p.mask.signature == NATIVE_CAUSAL and p.q_len == p.kv_len
+    return causal and takes_flag(p)
+
+
+def takes_flag(p: Problem) -> bool:
+    """Say whether the causal flag may be used: kernels scale its -inf, so 0 gives NaN, -1 +inf."""
+    return p.scale is None or p.scale > 0
+
+
+def causal_flash_cpu(
+    function: Any, problem: Problem, careful: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The short way for causal calls; a NaN in the output sends the call the careful way."""
+    turned, scale, grad = problem.layout == "BTNH", problem.scale, problem.grad
+    small = problem.batch * problem.heads * problem.q_len * problem.head_dim <= 1 << 12
+    few = problem.kv_len < FEW_KEYS
+    functorch, modes, tracing = _WATCHERS  # in cells: quicker than globals
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        q4, k4, v4 = q, k, v
+        if turned:
+            q4, k4, v4 = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if few:
+            out = function(q4, k4, v4, 0.0, True, attn_mask=_zeros(k4), scale=scale)[0]
+        else:
+            out = function(q4, k4, v4, 0.0, True, scale=scale)[0]
+        plain = type(out) is Tensor and not functorch() and tracing() is None
+        if plain and (not modes() or is_readable(out)):
+            # the last row sees every key: it tells whether there is a NaN among them
+            last = out if small else out[:, :, -1]
+            try:
+                total = (last.detach() if grad else last).sum().item()
+            except RuntimeError:  # traced before autograd, which `modes` does not count
+                if is_readable(out):
+                    raise
+                total = 0.0
+            if total != total:
+                return careful(q, k, v, mask, bias, sinks)
+        return out.transpose(1, 2) if turned else out
+
+    return kernel
+
+
+def is_dense(p: Problem) -> bool:
+    """Say whether the mask is one boolean array, in inference."""
+    return p.mask is not None and p.mask.kinds == {"Dense"} and not p.grad
+
+
+def dense_flash_cpu(
+    function: Any, problem: Problem, careful: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The short way for one boolean mask in inference; a NaN sends the call the careful way."""
+    turned, scale = problem.layout == "BTNH", problem.scale
+    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    functorch, modes, tracing = _WATCHERS
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        allowed = four_dims(mask.mask)
+        q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v)) if turned else (q, k, v)
+        watched = functorch() or modes() or tracing() is not None
+        if watched or allowed.shape[-1] != k4.shape[2] or type(q) is not Tensor:
+            return careful(q, k, v, mask, bias, sinks)
+        added = torch.where(allowed, 0.0, float("-inf"))
+        if added.dtype != wide:
+            added = added.to(wide)
+        out = function(q4, k4, v4, 0.0, False, attn_mask=added, scale=scale)[0]
+        try:
+            struck = holds_nan(out, True)
+        except RuntimeError:  # traced before autograd: the careful way knows
+            struck = True
+        if struck:
+            return careful(q, k, v, mask, bias, sinks)
+        return out.transpose(1, 2) if turned else out
+
+    return kernel
+
+
+def plain_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
+    """The shortest way to the CPU kernel, for calls without mask: no more than torch's own."""
+    scale = problem.scale
+    if problem.kv_len < FEW_KEYS:
+        return _few_keys_flash_cpu(function, problem)
+    if problem.layout == "BNTH":
+        if scale is None:
+            bare = lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v)[0]  # noqa: E731
+            bare.operator = function  # type: ignore[attr-defined]  # kernel(q, k, v) is operator(q, k, v)[0]
+            return bare
+        return lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v, scale=scale)[0]
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if scale is None:  # torch's argument parser takes 0.1 us for a keyword
+            return function(q, k, v)[0].transpose(1, 2)
+        return function(q, k, v, scale=scale)[0].transpose(1, 2)
+
+    return kernel
+
+
+def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
+    """Give the kernel a mask of zeros, with which it keeps a NaN in every score of a row."""
+    turned, scale = problem.layout == "BTNH", problem.scale
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        if not turned:
+            return function(q, k, v, 0.0, False, attn_mask=_zeros(k), scale=scale)[0]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = function(q, k, v, 0.0, False, attn_mask=_zeros(k), scale=scale)[0]
+        return out.transpose(1, 2)
+
+    return kernel
+
+
+def _zeros(k: Tensor) -> Tensor:
+    """Return a mask that allows all keys of (B, N, S, H), in the dtype of the scores."""
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    return k.new_zeros((1, 1, 1, k.shape[2]), dtype=wide)
