@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from polyattn.hooks.activation_trace.lines import head_of
-from polyattn.hooks.activation_trace.nesting import arguments, leaves
+from polyattn.hooks.activation_trace.nesting import Unreadable, arguments, leaves
 from polyattn.hooks.hooks import ForwardHook
 
 if TYPE_CHECKING:
@@ -60,19 +60,32 @@ class TraceHook(ForwardHook):
         if is_dynamo_compiling():
             _call_in_graph(self, "in", arguments(args, kwargs))
         elif module is self.module():  # and not a replica that shares its hooks
-            self.recorder.enter(self, arguments(args, kwargs))
+            try:
+                found = arguments(args, kwargs)
+            except Exception as error:
+                found = _unreadable("args", (args, kwargs), error)
+            self.recorder.enter(self, found)
 
     def post_forward(self, module: nn.Module, output: Any) -> None:
         """Record what comes out."""
         if is_dynamo_compiling():
             _call_in_graph(self, "out", leaves(output, "out"))
         elif module is self.module():
-            self.recorder.leave(self, leaves(output, "out"))
+            try:
+                found = leaves(output, "out")
+            except Exception as error:
+                found = _unreadable("out", output, error)
+            self.recorder.leave(self, found)
 
     def failed(self, module: nn.Module, exc: BaseException) -> None:
         """Forget the call; what was recorded in it stays."""
         if module is self.module():
             self.recorder.fail(self)
+
+
+def _unreadable(path: str, value: Any, error: Exception) -> list[tuple[str, Any]]:
+    """What stands for values that cannot be looked through; the model goes on."""
+    return [(path, Unreadable(value, error))]
 
 
 def _never_compile_alone() -> None:
