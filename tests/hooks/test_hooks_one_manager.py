@@ -54,7 +54,7 @@ def test_a_second_name_is_refused_whoever_attached_the_first() -> None:
 
 @pytest.mark.parametrize("way", [ModuleHookManager, ModuleHookManager.of])
 def test_neither_takes_what_is_no_module(way: object) -> None:
-    with pytest.raises(HookError, match="got int, expected a torch.nn.Module"):
+    with pytest.raises(HookError, match=r"got int, expected a torch\.nn\.Module"):
         way(3)  # type: ignore[operator]
     with pytest.raises(HookError, match="scripted"):
         way(torch.jit.script(nn.Linear(2, 2)))  # type: ignore[operator]
@@ -83,24 +83,29 @@ def test_a_copied_manager_holds_no_hooks() -> None:
     assert ModuleHookManager(module) is manager and module(ZERO) == 1
 
 
+def attached_by_threads(module: nn.Module, count: int) -> set[int]:
+    """Have threads ask for the module's manager at once; returns which objects they got."""
+    together, found = threading.Barrier(count), []
+
+    def ask(number: int) -> None:
+        together.wait()
+        manager = ModuleHookManager(module) if number % 2 else ModuleHookManager.of(module)
+        manager.attach(str(number), Add())
+        found.append(id(manager))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == count
+    return set(found)
+
+
 def test_threads_get_the_same_one() -> None:
     for _ in range(20):
         module = nn.Identity()
-        together = threading.Barrier(8)
-        found: list[ModuleHookManager] = []
-
-        def ask(number: int, module: nn.Module = module, found: list[object] = found) -> None:  # type: ignore[assignment]
-            together.wait()
-            manager = ModuleHookManager(module) if number % 2 else ModuleHookManager.of(module)
-            manager.attach(str(number), Add())
-            found.append(manager)
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(map(id, found))) == 1 and len(found) == 8
+        assert attached_by_threads(module, 8) == {id(ModuleHookManager(module))}
         assert sorted(ModuleHookManager(module).names) == [str(number) for number in range(8)]
         assert module(ZERO) == 8
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import MissingDependency, TraceError
+from polyattn.trace.output import WAYS_OUT
 
 __all__ = ["KEY", "Saving", "TensorFolder"]
 
@@ -49,8 +50,8 @@ class TensorFolder:
             old = sorted(self.path.glob("*.safetensors"))
             if old and not overwrite:
                 raise TraceError(
-                    f"got the folder {self.path}, which holds {len(old)} tensors of another run; "
-                    "remove it, name another trace, or set overwrite=True."
+                    f"got the folder {self.path}, which holds {len(old)} tensors of another run, "
+                    f"expected none. {WAYS_OUT}"
                 )
             for file in old:
                 file.unlink()

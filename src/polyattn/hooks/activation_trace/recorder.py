@@ -55,8 +55,8 @@ Place = tuple[int, str, int, int | None, str, str]
 class Recorder:
     """Records calls into a sink.
 
-    `chosen`: the statistics. `steps`: those to record, None for all. `inputs`, `parameters`,
-    `gradients`: whether these are recorded too. `folder`: where whole tensors go. `immediate`: have
+    `chosen`: the statistics. `model`: the model's class, for messages. `steps`: those to record,
+    None for all. `inputs`, `parameters`, `gradients`: whether these are recorded too. `folder`: where whole tensors go. `immediate`: have
     nothing wait, for a device or the disk either.
     """
 
@@ -65,6 +65,7 @@ class Recorder:
         sink: JsonlSink,
         chosen: Chosen,
         *,
+        model: str = "",
         rank: int = 0,
         steps: frozenset[int] | None = None,
         inputs: bool = True,
@@ -74,7 +75,7 @@ class Recorder:
         immediate: bool = False,
     ) -> None:
         self.sink, self.steps, self.inputs, self.parameters = sink, steps, inputs, parameters
-        self.folder, self.immediate = folder, immediate
+        self.folder, self.immediate, self.model = folder, immediate, model
         self.custom = chosen.custom
         self._records = self.calls = self.left_out = 0
         with torch.inference_mode(False):
