@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="polyattn trace record [options] SCRIPT [ARGS] | -m MODULE [ARGS]",
     )  # fmt: skip
     made.add_argument("--out", metavar="FILE", default="polyattn-trace.jsonl",
-                      help="where to (polyattn-trace.jsonl); <pid> is the process's number")  # fmt: skip
+                      help="where to (polyattn-trace.jsonl); <pid> is this process")  # fmt: skip
     made.add_argument("--overwrite", action="store_true", help="replace the file of another run")
     made.add_argument("--layers", metavar="REGEX",
                       help="modules whose name has this in it; all by default")  # fmt: skip

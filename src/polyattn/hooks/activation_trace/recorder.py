@@ -56,8 +56,8 @@ class Recorder:
     """Records calls into a sink.
 
     `chosen`: the statistics. `model`: the model's class, for messages. `steps`: those to record,
-    None for all. `inputs`, `parameters`, `gradients`: whether these are recorded too. `folder`: where whole tensors go. `immediate`: have
-    nothing wait, for a device or the disk either.
+    None for all. `inputs`, `parameters`, `gradients`: whether these are recorded too. `folder`:
+    where whole tensors go. `immediate`: have nothing wait, for a device or the disk either.
     """
 
     def __init__(
