@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "DEFAULT_STATISTICS", "MOMENTS", "PHASES", "STATISTICS", "Record", "line_of", "parse_record",
+    "DEFAULT_STATISTICS", "MOMENTS", "PHASES", "STATISTICS", "UNKNOWN", "Record", "line_of",
+    "parse_record",
 ]  # fmt: skip
+
+UNKNOWN = "unknown"
+"""The dtype of what could not be read."""
 
 PHASES = ("in", "out", "grad_in", "grad_out", "param")
 

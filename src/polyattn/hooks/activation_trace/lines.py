@@ -29,10 +29,7 @@ from polyattn.hooks.activation_trace.statistics import (
 )
 from polyattn.trace.record import line_of
 
-__all__ = ["UNKNOWN", "Event", "Lines", "head_of"]
-
-UNKNOWN: Any = "unknown"
-"""The dtype of what cannot be read."""
+__all__ = ["Event", "Lines", "head_of"]
 
 _REMEMBERED = 4096
 """Latest tensors among which an identical one is looked for, as in polyattn.trace.TraceWriter."""
@@ -46,7 +43,7 @@ _PLAIN = (2.0**-64, 2.0**127)
 
 Event = tuple[
     int, str, int, int | None, str, str,
-    torch.Size | None, torch.dtype | None, Rows | None, int, int | None,
+    torch.Size | None, torch.dtype | str | None, Rows | None, int, int | None,
     dict[str, Any] | None, Saving | None,
 ]  # fmt: skip
 """A tensor that was seen: seq, head (of `head_of`), call, step, phase, path, then its shape, dtype,

@@ -23,7 +23,7 @@ from torch import Tensor
 from polyattn.hooks.activation_trace.full_tensors import Saving, TensorFolder
 from polyattn.hooks.activation_trace.gradients import Gradients
 from polyattn.hooks.activation_trace.lanes import Call, Lane, Seen, versions
-from polyattn.hooks.activation_trace.lines import UNKNOWN, Lines
+from polyattn.hooks.activation_trace.lines import Lines
 from polyattn.hooks.activation_trace.nesting import Unreadable
 from polyattn.hooks.activation_trace.own_statistics import own_statistics, said
 from polyattn.hooks.activation_trace.rows import RowPool, Rows
@@ -32,6 +32,7 @@ from polyattn.hooks.activation_trace.statistics import recording
 from polyattn.hooks.activation_trace.step import current_step
 from polyattn.hooks.activation_trace.tensors import joined, plain, transforms, without_values
 from polyattn.trace import JsonlSink
+from polyattn.trace.record import UNKNOWN
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.hook import TraceHook

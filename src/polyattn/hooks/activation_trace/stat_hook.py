@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from polyattn.hooks.activation_trace.lines import UNKNOWN
 from polyattn.hooks.activation_trace.nesting import Unreadable, leaves
 from polyattn.hooks.activation_trace.own_statistics import own_statistics, plain_fields, said
 from polyattn.hooks.activation_trace.selection import choose_statistics, choose_steps
@@ -18,6 +17,7 @@ from polyattn.hooks.activation_trace.step import current_step
 from polyattn.hooks.activation_trace.tensors import joined, plain, without_values
 from polyattn.hooks.hooks import ForwardHook, recomputing
 from polyattn.trace import JsonlSink
+from polyattn.trace.record import UNKNOWN
 
 __all__ = ["ActivationStatHook"]
 
