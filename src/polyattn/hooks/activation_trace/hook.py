@@ -61,9 +61,9 @@ class TraceHook(ForwardHook):
             _call_in_graph(self, "in", arguments(args, kwargs))
         elif module is self.module():  # and not a replica that shares its hooks
             try:
-                found = arguments(args, kwargs)
-            except Exception as error:
-                found = _unreadable("args", (args, kwargs), error)
+                found: Any = arguments(args, kwargs)
+            except Exception as error:  # the model goes on, whatever it is given
+                found = [("args", Unreadable(args, error))]
             self.recorder.enter(self, found)
 
     def post_forward(self, module: nn.Module, output: Any) -> None:
@@ -72,20 +72,15 @@ class TraceHook(ForwardHook):
             _call_in_graph(self, "out", leaves(output, "out"))
         elif module is self.module():
             try:
-                found = leaves(output, "out")
+                found: Any = leaves(output, "out")
             except Exception as error:
-                found = _unreadable("out", output, error)
+                found = [("out", Unreadable(output, error))]
             self.recorder.leave(self, found)
 
     def failed(self, module: nn.Module, exc: BaseException) -> None:
         """Forget the call; what was recorded in it stays."""
         if module is self.module():
             self.recorder.fail(self)
-
-
-def _unreadable(path: str, value: Any, error: Exception) -> list[tuple[str, Any]]:
-    """What stands for values that cannot be looked through; the model goes on."""
-    return [(path, Unreadable(value, error))]
 
 
 def _never_compile_alone() -> None:

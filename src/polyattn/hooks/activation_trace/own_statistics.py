@@ -49,6 +49,7 @@ def own_statistics(custom: Iterable[Custom], t: Tensor, why: str = "") -> dict[s
 
 def _check_description(name: str, value: Any, t: Tensor) -> None:
     """A record has these by itself, for its numbers are read by them."""
+    expected: Any
     if name == "shape":
         value, expected = tuple(value), tuple(t.shape)
     else:

@@ -49,7 +49,9 @@ _PATIENCE = 5.0
 """Seconds to wait for another thread's record: a statistic of the user's may wait for us."""
 
 task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-Found = list[tuple[str, Tensor]]
+Found = list[tuple[str, Any]]
+"""Tensors, and Unreadable for what could not be looked into, each with its path."""
+
 Place = tuple[int, str, int, int | None, str, str]
 
 

@@ -71,7 +71,7 @@ class ActivationStatHook(ForwardHook):
         if self._steps is not None and step not in self._steps:
             return
         try:
-            found = leaves(output, "out")
+            found: Any = leaves(output, "out")
         except Exception as error:
             found = [("out", Unreadable(output, error))]
         for path, t in found:
