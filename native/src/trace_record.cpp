@@ -139,8 +139,15 @@ class TraceRecord {
     if (!rows.is_valid()) return PyErr_Occurred() != nullptr ? throw nb::python_error() : false;
     const int64_t slot = integer(get(rows, names_.used));
     if (slot < 0 || slot >= integer(get(rows, names_.size))) return false;
-    const nb::object shape = get(t, names_.shape), dtype = get(t, names_.dtype);
-    if (!summarized(rows, t, shape, dtype, slot)) return false;
+    nb::object shape, dtype;
+    try {
+      shape = get(t, names_.shape);
+      dtype = get(t, names_.dtype);
+      if (!summarized(rows, t, shape, dtype, slot)) return false;
+    } catch (nb::python_error& error) {  // not every tensor answers: a nested one has no shape
+      if (!error.matches(PyExc_Exception)) throw;
+      return false;
+    }
     nb::object seq = written_now(to, path, shape, dtype, row_of(rows, slot));
     if (!seq.is_valid()) {
       if (PyObject_SetAttr(rows.ptr(), names_.used, nb::int_(slot + 1).ptr()) != 0) {

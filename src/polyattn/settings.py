@@ -12,7 +12,9 @@
 | ``POLYATTN_TRACE_LAYERS`` | a regular expression; default all | modules to trace, by name |
 | ``POLYATTN_TRACE_STATS`` | names, as ``abs_mean,max``; default all | what to keep of a tensor |
 | ``POLYATTN_TRACE_STEPS`` | ``0,5``, ``0-3``; default all | steps to trace |
+| ``POLYATTN_TRACE_INPUTS`` | ``1`` (default), ``0`` | whether what goes in is recorded too |
 | ``POLYATTN_TRACE_OUTPUT`` | a file (``polyattn-trace.jsonl``) | where the trace goes |
+| ``POLYATTN_TRACE_OVERWRITE`` | ``0`` (default), ``1`` | whether it replaces an earlier run's |
 
 A value that means nothing is an error that lists the valid ones, never ignored.
 """
@@ -45,7 +47,9 @@ VARIABLES = (
     "POLYATTN_TRACE_LAYERS",
     "POLYATTN_TRACE_STATS",
     "POLYATTN_TRACE_STEPS",
+    "POLYATTN_TRACE_INPUTS",
     "POLYATTN_TRACE_OUTPUT",
+    "POLYATTN_TRACE_OVERWRITE",
 )
 
 NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon")
@@ -70,7 +74,9 @@ class Settings:
     trace_layers: str | None = None
     trace_stats: tuple[str, ...] | None = None
     trace_steps: frozenset[int] | None = None
+    trace_inputs: bool = True
     trace_output: Path = Path("polyattn-trace.jsonl")
+    trace_overwrite: bool = False
 
     @classmethod
     def parse(cls, environ: dict[str, str]) -> Settings:
@@ -86,7 +92,9 @@ class Settings:
             trace_layers=environ.get("POLYATTN_TRACE_LAYERS", "").strip() or None,
             trace_stats=_list(environ.get("POLYATTN_TRACE_STATS", "")),
             trace_steps=_steps(environ.get("POLYATTN_TRACE_STEPS", "").strip()),
+            trace_inputs=_choice(environ, "POLYATTN_TRACE_INPUTS", _ON + _OFF) in _ON,
             trace_output=_output(environ.get("POLYATTN_TRACE_OUTPUT", "").strip()),
+            trace_overwrite=_choice(environ, "POLYATTN_TRACE_OVERWRITE", _OFF + _ON) in _ON,
         )
 
 

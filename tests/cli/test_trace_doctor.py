@@ -6,7 +6,7 @@ import pytest
 
 from polyattn.cli import main
 
-NAMES = ("ACTIVATIONS", "LAYERS", "STATS", "STEPS", "OUTPUT")
+NAMES = ("ACTIVATIONS", "LAYERS", "STATS", "STEPS", "INPUTS", "OUTPUT", "OVERWRITE")
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def doctor(capsys):
 def test_as_they_are_by_default(capsys):
     _, shown, amiss = doctor(capsys)
     assert shown == {
-        "ACTIVATIONS": "off", "LAYERS": None, "STATS": None, "STEPS": None,
-        "OUTPUT": "polyattn-trace.jsonl",
+        "ACTIVATIONS": "off", "LAYERS": None, "STATS": None, "STEPS": None, "INPUTS": "on",
+        "OUTPUT": "polyattn-trace.jsonl", "OVERWRITE": "off",
     }  # fmt: skip
     assert amiss == []
     main(["doctor"])
@@ -35,11 +35,12 @@ def test_as_they_are_by_default(capsys):
 
 
 def test_what_is_set_is_shown(capsys, monkeypatch, tmp_path):
-    given = ("1", r"layers\.\d$", "abs_mean,max", "0-2,5", str(tmp_path / "run.jsonl"))
+    output = str(tmp_path / "run-<pid>.jsonl")
+    given = ("1", r"layers\.\d$", "abs_mean,max", "0-2,5", "no", output, "yes")
     for name, value in zip(NAMES, given, strict=True):
         monkeypatch.setenv(f"POLYATTN_TRACE_{name}", value)
     _, shown, amiss = doctor(capsys)
-    assert tuple(shown.values()) == ("on", given[1], given[2], "0,1,2,5", given[4])
+    assert tuple(shown.values()) == ("on", given[1], given[2], "0,1,2,5", "off", output, "on")
     assert amiss == []
 
 
@@ -50,6 +51,8 @@ def test_what_is_set_is_shown(capsys, monkeypatch, tmp_path):
         ("STATS", "maxx", "Did you mean 'max'"),
         ("STEPS", "x", "POLYATTN_TRACE_STEPS"),
         ("ACTIVATIONS", "perhaps", "POLYATTN_TRACE_ACTIVATIONS"),
+        ("INPUTS", "few", "POLYATTN_TRACE_INPUTS"),
+        ("OVERWRITE", "2", "POLYATTN_TRACE_OVERWRITE"),
     ],
 )
 def test_what_no_trace_would_take_is_amiss(capsys, monkeypatch, name, value, said):

@@ -67,7 +67,7 @@ def test_only_the_chosen_statistics_are_written(tmp_path: Path) -> None:
 
 def test_a_statistic_that_fails_does_not_end_the_model(tmp_path: Path) -> None:
     found = recorded(Block(), tmp_path / "run.jsonl", X, stats=[("bad", lambda t: t.nothing)])
-    assert "AttributeError" in found.records[0].extra["bad"]
+    assert "AttributeError" in found.records[0].errors["bad"]
 
 
 def test_unknown_statistics_are_an_error(tmp_path: Path) -> None:

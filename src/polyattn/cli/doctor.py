@@ -136,7 +136,10 @@ def _tracing(now: settings.Settings, amiss: list[str]) -> dict[str, str | None]:
         "POLYATTN_TRACE_ACTIVATIONS": "on" if now.trace_activations else "off",
         "POLYATTN_TRACE_LAYERS": now.trace_layers,
         "POLYATTN_TRACE_STATS": None if now.trace_stats is None else ",".join(now.trace_stats),
-        "POLYATTN_TRACE_STEPS": steps, "POLYATTN_TRACE_OUTPUT": str(now.trace_output),
+        "POLYATTN_TRACE_STEPS": steps,
+        "POLYATTN_TRACE_INPUTS": "on" if now.trace_inputs else "off",
+        "POLYATTN_TRACE_OUTPUT": str(now.trace_output),
+        "POLYATTN_TRACE_OVERWRITE": "on" if now.trace_overwrite else "off",
     }  # fmt: skip
 
 

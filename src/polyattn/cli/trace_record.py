@@ -20,6 +20,7 @@ from polyattn.cli.program import check_program, run_program
 from polyattn.cli.trace_kept import kept
 from polyattn.cli.trace_summary import Summary, summary_of
 from polyattn.errors import TraceError
+from polyattn.trace.output import WAYS_OUT, process_path
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.any_program import LeftOut, ProgramTrace
@@ -41,8 +42,9 @@ def main(argv: Sequence[str]) -> int:
     ours, program = split_program(made, argv)
     options = made.parse_args(ours)
     check_program(program)
+    path = process_path(options.out)
     chosen = _chosen(options)
-    code, found, problems = _record(program, Path(options.out), chosen)
+    code, found, problems = _record(program, path, chosen)
     summaries = [(type(run.model).__name__, summary_of(run.path)) for run in found.runs]
     whole = kept([one.path for _, one in summaries]) if options.tensors else None
     perturbation = chosen["perturb"]
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             "perturbed": None if perturbation is None else perturbation.to_dict(),
             "problems": problems,
         }, options.json)  # fmt: skip
-    said = [*_said(summaries, found.left_out, Path(options.out), not problems)]
+    said = [*_said(summaries, found.left_out, path, not problems)]
     said += [str(one) for one in (whole, perturbation) if one is not None and summaries]
     for line in [*problems, *said]:
         note(f"polyattn trace record: {line}")
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="polyattn trace record [options] SCRIPT [ARGS] | -m MODULE [ARGS]",
     )  # fmt: skip
     made.add_argument("--out", metavar="FILE", default="polyattn-trace.jsonl",
-                      help="where to (polyattn-trace.jsonl)")  # fmt: skip
+                      help="where to (polyattn-trace.jsonl); <pid> is this process")  # fmt: skip
     made.add_argument("--overwrite", action="store_true", help="replace the file of another run")
     made.add_argument("--layers", metavar="REGEX",
                       help="modules whose name has this in it; all by default")  # fmt: skip
@@ -104,7 +106,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, Any]:
     if path.is_file() and path.stat().st_size and not options.overwrite:
         raise TraceError(
             f"got --out {path}, which holds {path.stat().st_size} bytes already, expected a new or "
-            "empty file; name another one, or give --overwrite."
+            f"empty file. {WAYS_OUT}"
         )
     return {
         "layers": layers, "stats": options.stats, "steps": options.steps,

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -54,7 +54,12 @@ class HookHandle:
 
 
 class ModuleHookManager(Dispatcher):
-    """The hooks of one module, by name and in order; ``ModuleHookManager.of(module)`` gives it.
+    """The hooks of one module, by name and in order.
+
+    A module has one manager: ``ModuleHookManager(module)`` and ``ModuleHookManager.of(module)``
+    give it, the same object each time. Of a module that is a copy, or was loaded, asking also
+    clears away what the copied hooks have left in it. Raises HookError for what is no module, or a
+    scripted one.
 
     Changes take effect from the module's next call on, also those made inside a hook: a call that
     runs is finished with the hooks that it started with. Used as a context manager it detaches, at
@@ -86,37 +91,37 @@ class ModuleHookManager(Dispatcher):
     (False, tensor([0.]))
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = weakref.ref(module)
-        self._attached: tuple[HookHandle, ...] = ()
-        self._changing = threading.RLock()
-        self._outer: list[tuple[HookHandle, ...]] = []
+    _module: weakref.ref[nn.Module]
+    _attached: tuple[HookHandle, ...]
+    _changing: threading.RLock
+    _outer: list[tuple[HookHandle, ...]]
 
-    @classmethod
-    def of(cls, module: nn.Module) -> ModuleHookManager:
-        """Return the module's manager, the same object each time.
-
-        Of a module that is a copy, or was loaded, this also clears away what the copied hooks have
-        left in it.
-        """
-        if not isinstance(module, nn.Module):
-            raise HookError(
-                f"got {type(module).__name__}, expected a torch.nn.Module: "
-                "hooks are attached to modules"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise HookError(
-                f"got the scripted module {type(module).__name__}, expected one in Python, for "
-                "TorchScript calls no hooks of ours: attach them to the module it was made from"
-            )
+    def __new__(cls, module: nn.Module) -> Self:
+        """Return the module's manager, a new one if it has none."""
+        _check_module(module)
         # The module itself keeps the manager, by torch's tables, as long as anything is attached.
         with _finding:
             manager = _managers.get(id(module))
             if manager is None or manager._module() is not module:
                 _clear_inert(module)
-                manager = _managers[id(module)] = cls(module)
-            return manager
+                manager = _managers[id(module)] = super().__new__(cls)
+                manager._begin(module)
+            return manager  # type: ignore[return-value]
+
+    def __init__(self, module: nn.Module) -> None:
+        """It has begun already, in `__new__`, and maybe long ago."""
+
+    def _begin(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = weakref.ref(module)
+        self._attached = ()
+        self._changing = threading.RLock()
+        self._outer = []
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        """Return the module's manager, as ``ModuleHookManager(module)`` does."""
+        return cls(module)
 
     @property
     def module(self) -> nn.Module:
@@ -255,7 +260,21 @@ class ModuleHookManager(Dispatcher):
 
 
 _managers: weakref.WeakValueDictionary[int, ModuleHookManager] = weakref.WeakValueDictionary()
-_finding = threading.Lock()
+_finding = threading.RLock()  # a finalizer that runs meanwhile may ask for a manager too
+
+
+def _check_module(module: object) -> None:
+    """Raise HookError for what can have no hooks."""
+    if not isinstance(module, nn.Module):
+        raise HookError(
+            f"got {type(module).__name__}, expected a torch.nn.Module: "
+            "hooks are attached to modules"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise HookError(
+            f"got the scripted module {type(module).__name__}, expected one in Python, for "
+            "TorchScript calls no hooks of ours: attach them to the module it was made from"
+        )
 
 
 def _clear_inert(module: nn.Module) -> None:

@@ -17,28 +17,45 @@ try:
 except ImportError:  # Windows: a file is not locked against a second writer
     fcntl = None
 
-__all__ = ["Output", "rank_path"]
+__all__ = ["WAYS_OUT", "Output", "process_path", "rank_path"]
+
+
+def process_path(path: str | Path) -> Path:
+    """Return the path with this process's number for each ``<pid>`` in it.
+
+    >>> process_path("run-<pid>.jsonl").name == f"run-{os.getpid()}.jsonl"
+    True
+    """
+    return Path(str(path).replace("<pid>", str(os.getpid())))
 
 
 def rank_path(path: str | Path, rank: int, world: int) -> Path:
-    """Return the file of one rank: the path itself in a world of one.
+    """Return the file of one rank: the path itself in a world of one; `process_path` of both.
 
     >>> rank_path("run.jsonl", 3, 8).name, rank_path("run.jsonl", 0, 1).name
     ('run.rank3.jsonl', 'run.jsonl')
     """
-    path = Path(path)
+    path = process_path(path)
     return path if world == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+WAYS_OUT = (
+    "Give it another name (<pid> in it is the process's number), remove it, or have it replaced: "
+    "overwrite=True, POLYATTN_TRACE_OVERWRITE=1 or --overwrite."
+)
+"""What to do about a file that holds an earlier run."""
 
 
 class Output:
     """A file open for appending whole lines; what it holds is always a valid trace so far.
 
+    ``<pid>`` in its name is this process's number.
     Raises TraceError if it cannot be written, is another program's at the moment, or holds a run
     already and `overwrite` is not set.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
-        self.path = Path(path)
+        self.path = process_path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
@@ -64,15 +81,15 @@ class Output:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise TraceError(
                         f"got the output {self.path}, which another run is writing now; name "
-                        "another file for each run."
+                        "another file for each run, as with <pid> in the name, which is the "
+                        "process's number."
                     ) from error
             status = os.fstat(self._descriptor)  # what a run that has just ended left
         if self._regular and status.st_size:
             if not overwrite:
                 raise TraceError(
                     f"got the output {self.path}, which holds {status.st_size} bytes already, "
-                    "expected a new or empty file: a trace is of one run. Name another file, "
-                    "remove this one, or set overwrite=True."
+                    f"expected a new or empty file: a trace is of one run. {WAYS_OUT}"
                 )
             os.ftruncate(self._descriptor, 0)
 

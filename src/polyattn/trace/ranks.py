@@ -176,6 +176,8 @@ def _moments(parts: Sequence[Record]) -> dict[str, float | None]:
         found["min"] = min(of("min"))
     if known["max"]:
         found["max"] = max(of("max"))
+    if known["sum"]:
+        found["sum"] = _held(sum(of("sum")))
     if known["l1"]:
         found["l1"] = _held(sum(of("l1")))
     if known["l2"]:

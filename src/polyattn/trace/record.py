@@ -21,14 +21,23 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["MOMENTS", "PHASES", "STATISTICS", "Record", "line_of", "parse_record"]
+__all__ = [
+    "DEFAULT_STATISTICS", "MOMENTS", "PHASES", "STATISTICS", "UNKNOWN", "Record", "line_of",
+    "parse_record",
+]  # fmt: skip
+
+UNKNOWN = "unknown"
+"""The dtype of what could not be read."""
 
 PHASES = ("in", "out", "grad_in", "grad_out", "param")
 
 _COUNTS = ("nan", "pinf", "ninf", "zero")
-MOMENTS = ("min", "max", "mean", "std", "abs_mean", "l1", "l2")
+MOMENTS = ("min", "max", "sum", "mean", "std", "abs_mean", "l1", "l2")
 STATISTICS = ("shape", "dtype", "n", *_COUNTS, *MOMENTS, "samples", "sketch")
 """What `same` stands for: the fields that an identical tensor has alike."""
+
+DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "sum")
+"""What is recorded where nothing is asked for; the mean and the counts say the sum."""
 
 _PLACED = ("global_shape", "start", "partial")
 _WIDE = frozenset({"float64", "complex128", "int64", "uint64", "longdouble", "float128"})
@@ -38,7 +47,8 @@ _WIDE = frozenset({"float64", "complex128", "int64", "uint64", "longdouble", "fl
 class Record:
     """One line of a trace; see ``docs/trace-format.md`` for each field.
 
-    `extra`: what this version does not know. `buckets()`: the sketch as numbers.
+    `errors`: what the statistics that could not be computed said, by name. `extra`: what this
+    version does not know. `buckets()`: the sketch as numbers.
     """
 
     seq: int
@@ -58,6 +68,7 @@ class Record:
     zero: int | None = None
     min: float | None = None
     max: float | None = None
+    sum: float | None = None
     mean: float | None = None
     std: float | None = None
     abs_mean: float | None = None
@@ -72,6 +83,7 @@ class Record:
     file: str | None = None
     forced: bool = False
     form: bool = False
+    errors: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,12 +117,18 @@ class Record:
         for name in _NAMES:
             value = getattr(self, name)
             if name == "step" or not (value is None or (name in _DEFAULTS and not value)):
-                found[name] = list(value) if isinstance(value, tuple) else value
+                found[name] = _plain(value)
         return found | dict(self.extra)
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
 _NAMES = tuple(one.name for one in fields(Record) if one.name != "extra")
-_DEFAULTS = frozenset({"cls", "rank", "partial", "forced", "form"})
+_DEFAULTS = frozenset({"cls", "rank", "partial", "forced", "form", "errors"})
 _KNOWN = frozenset(_NAMES)
 
 
@@ -143,6 +161,9 @@ def parse_record(raw: Mapping[str, Any], same: Mapping[int, Record] | None = Non
         values |= _inherited(checks.integer(raw["same"], "same"), seq, same or {})
     _take_statistics(raw, values)
     _take_place(raw, values)
+    if raw.get("errors"):
+        said = checks.table(raw["errors"], "errors").items()
+        values["errors"] = {checks.text(k, "errors"): checks.text(v, "errors") for k, v in said}
     extra = {name: checks.plain(raw[name], name) for name in raw.keys() - _KNOWN}
     return Record(**values, extra=extra)
 

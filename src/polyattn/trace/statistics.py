@@ -31,7 +31,7 @@ def statistics(
     global_shape: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a record that describe an array, ready for JSON.
+    """Return the fields of a record that describe an array, ready for JSON, without `sum`.
 
     `global_shape` and `start`: where the array is one box of a larger tensor, that tensor's shape
     and the box's first index in each dimension. They place the sketch, and are in the result;

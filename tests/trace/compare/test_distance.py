@@ -101,3 +101,25 @@ def test_float64_is_told_below_what_a_sketch_holds() -> None:
     x = RNG.standard_normal(1000)
     assert distance(record(x), record(x + 1e-15)).error < 1e-8
     assert distance(record(x), record(x * (1 + 1e-8))).error > 3e-9
+
+
+def test_what_could_not_be_read_is_not_compared() -> None:
+    head = {"seq": 0, "module": "m", "phase": "out", "tensor": "out"}
+    lost = parse_record({**head, "shape": [0], "dtype": "unknown", "note": "a Refuses"})
+    for pair in ((lost, lost), (record(np.ones(3)), lost), (lost, record(np.ones(3)))):
+        found = distance(*pair)
+        assert not found.comparable and found.why == "a Refuses"
+    sparse = parse_record({**head, "shape": [3], "dtype": "float32", "note": "it is sparse"})
+    found = distance(record(np.ones(3)), sparse)
+    assert not found.comparable and found.why == "it is sparse"
+    assert distance(record(np.ones(4)), sparse).error == math.inf  # its shape is known
+
+
+def test_sums_bound_the_distance() -> None:
+    x, y = np.ones(16), np.ones(16)
+    y[3] += 4
+    only = {"l2": 4.0, "sketch": None, "samples": None, "min": None, "max": None, "mean": None,
+            "l1": None, "abs_mean": None}  # fmt: skip
+    found = distance(record(x, **only, sum=16.0), record(y, **only, sum=20.0))
+    assert found.error == pytest.approx(4 / math.sqrt(16) / 4)  # of a distance of 4 / 4
+    assert "sum" in found.evidence

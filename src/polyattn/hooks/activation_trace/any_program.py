@@ -27,6 +27,7 @@ from polyattn.hooks.activation_trace.perturbation import Perturbation, perturbat
 from polyattn.hooks.activation_trace.run import HOOK, ActivationTrace
 from polyattn.hooks.activation_trace.selection import Nothing, fitting, settled
 from polyattn.hooks.manager import ModuleHookManager
+from polyattn.trace.output import process_path
 
 __all__ = ["After", "Before", "LeftOut", "ProgramTrace", "trace_any"]
 
@@ -63,7 +64,7 @@ class ProgramTrace:
     ) -> None:
         self.runs: list[ActivationTrace] = []
         self.left_out: list[LeftOut] = []
-        self._path = Path(path)
+        self._path = process_path(path)
         self._options = options
         self._before, self._after = before, after
         self._named: dict[ActivationTrace, Path] = {}

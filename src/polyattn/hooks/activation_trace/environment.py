@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from polyattn import settings
+from polyattn.errors import TraceError
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.run import ActivationTrace
@@ -20,11 +21,11 @@ _attached: weakref.WeakKeyDictionary[nn.Module, ActivationTrace] = weakref.WeakK
 def attach_activation_trace(model: nn.Module) -> ActivationTrace | None:
     """Trace a model as ``POLYATTN_TRACE_ACTIVATIONS`` and its companions ask; None if they do not.
 
-    ``POLYATTN_TRACE_LAYERS``, ``_STATS``, ``_STEPS`` and ``_OUTPUT`` are the arguments of
-    :func:`polyattn.hooks.trace`. A second model of the process has its class in the file's name.
-    Attaching a model again returns the trace it has. It ends with ``detach_activation_trace`` or
-    the process. Raises TraceError as :func:`polyattn.hooks.trace` does, and SettingsError for a
-    variable that means nothing.
+    ``POLYATTN_TRACE_LAYERS``, ``_STATS``, ``_STEPS``, ``_INPUTS``, ``_OUTPUT`` and ``_OVERWRITE``
+    are the arguments of :func:`polyattn.hooks.trace`. A second model of the process has its class
+    in the file's name. Attaching a model again returns the trace it has. It ends with
+    ``detach_activation_trace`` or the process. Raises TraceError as :func:`polyattn.hooks.trace`
+    does, and SettingsError for a variable that means nothing.
 
     >>> attach_activation_trace(nn.Linear(2, 2)) is None
     True
@@ -32,25 +33,48 @@ def attach_activation_trace(model: nn.Module) -> ActivationTrace | None:
     wanted = settings.current()
     if not wanted.trace_activations:
         return None
-    from polyattn.hooks.activation_trace.files import file_for
+    from polyattn.hooks.activation_trace.files import file_for, give_back
     from polyattn.hooks.activation_trace.run import ActivationTrace
 
     model = getattr(model, "_orig_mod", model)
     run = _attached.get(model)
     if run is None or not run.attached:
-        run = ActivationTrace(
-            model, file_for(wanted.trace_output, model), layers=wanted.trace_layers,
-            stats=wanted.trace_stats, steps=wanted.trace_steps,
-        )  # fmt: skip
+        path = file_for(wanted.trace_output, model)
+        try:
+            run = ActivationTrace(
+                model, path, layers=wanted.trace_layers, stats=wanted.trace_stats,
+                steps=wanted.trace_steps, inputs=wanted.trace_inputs,
+                overwrite=wanted.trace_overwrite,
+            )  # fmt: skip
+        except BaseException:
+            give_back(path)
+            raise
         _attached[model] = run
     return run
 
 
-def detach_activation_trace(model: nn.Module) -> None:
-    """End the trace that ``attach_activation_trace`` gave a model; nothing if there is none.
+def detach_activation_trace(trace: ActivationTrace | nn.Module | None) -> None:
+    """End a trace: what ``attach_activation_trace`` returned, or of the model it was given.
 
-    >>> detach_activation_trace(nn.Linear(2, 2))
+    None, as it returns where no trace is on, is nothing to do, and so is a trace that has ended, or
+    a model that has none. Raises TraceError if records were lost, as on a full disk.
+
+    >>> run = attach_activation_trace(nn.Linear(2, 2))
+    >>> detach_activation_trace(run)
     """
-    run = _attached.pop(getattr(model, "_orig_mod", model), None)
-    if run is not None:
-        run.close()
+    if trace is None:
+        return
+    if isinstance(trace, nn.Module):
+        run = _attached.pop(getattr(trace, "_orig_mod", trace), None)
+        if run is not None:
+            run.close()
+        return
+    model = getattr(trace, "model", None)
+    if not isinstance(model, nn.Module):
+        raise TraceError(
+            f"got a {type(trace).__name__} to detach, expected what attach_activation_trace "
+            "returned, a trace or None, or the model that it was given."
+        )
+    if _attached.get(model) is trace:
+        del _attached[model]
+    trace.close()

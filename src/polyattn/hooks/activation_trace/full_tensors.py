@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import MissingDependency, TraceError
+from polyattn.trace.output import WAYS_OUT
 
 __all__ = ["KEY", "Saving", "TensorFolder"]
 
@@ -49,8 +50,8 @@ class TensorFolder:
             old = sorted(self.path.glob("*.safetensors"))
             if old and not overwrite:
                 raise TraceError(
-                    f"got the folder {self.path}, which holds {len(old)} tensors of another run; "
-                    "remove it, name another trace, or set overwrite=True."
+                    f"got the folder {self.path}, which holds {len(old)} tensors of another run, "
+                    f"expected none. {WAYS_OUT}"
                 )
             for file in old:
                 file.unlink()
@@ -62,9 +63,13 @@ class TensorFolder:
     def save(self, t: Tensor, seq: int, given_up: Callable[[], bool]) -> Saving:
         """Copy a tensor for the file of record `seq`; waits while too much waits for the disk.
 
-        `given_up`: whether the trace has ended, so that nothing is waited for.
+        `given_up`: whether the trace has ended, so that nothing is waited for. Raises TraceError
+        for a tensor that is not dense.
         """
         values = t.detach()
+        if values.layout is not torch.strided or values.is_quantized:
+            kind = "quantised" if values.is_quantized else str(values.layout)
+            raise TraceError(f"got one that is {kind}, expected a dense one")
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj())
         size = values.numel() * values.element_size()
@@ -72,8 +77,14 @@ class TensorFolder:
             while self._waiting and self._waiting + size > self._limit and not given_up():
                 self._room.wait(0.1)
             self._waiting += size
-        with torch.inference_mode(False), torch.no_grad():
-            copy, ready = _on_host(values)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                copy, ready = _on_host(values)
+            if size and not copy.data_ptr():
+                raise TraceError(f"got a {type(t).__name__} that has no values of its own")
+        except BaseException:
+            self.done(size)
+            raise
         return Saving(self, self.path / f"{seq}.safetensors", copy, ready, str(t.dtype), size)
 
     def done(self, size: int) -> None:

@@ -35,8 +35,11 @@ class Gradients:
         if not torch.is_grad_enabled():
             return
         for path, t in found:
-            if t.requires_grad:
-                self._await(t).places.append((call, phase, path))
+            try:
+                if getattr(t, "requires_grad", False):
+                    self._await(t).places.append((call, phase, path))
+            except Exception as error:  # a tensor that takes no hook, or lets nobody ask
+                self._recorder.missed(call.hook, error)
 
     def _await(self, t: Tensor) -> _Awaited:
         """What waits for the gradient of a tensor as it is now: one hook, however many places.
@@ -64,9 +67,15 @@ class _Awaited:
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
-        recorder = self._recorder
-        if recorder.sink.closed:
+        if self._recorder.sink.closed or not self.places:
             return
+        try:
+            self._record(gradient)
+        except Exception as error:  # the backward pass goes on
+            self._recorder.missed(self.places[0][0].hook, error)
+
+    def _record(self, gradient: Tensor) -> None:
+        recorder = self._recorder
         lane = recorder.lane()
         if not lane.events and not lane.stack:
             # At the end of this backward; the lane is that of the device's thread.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from polyattn.hooks.activation_trace.lines import head_of
-from polyattn.hooks.activation_trace.nesting import arguments, leaves
+from polyattn.hooks.activation_trace.nesting import Unreadable, arguments, leaves
 from polyattn.hooks.hooks import ForwardHook
 
 if TYPE_CHECKING:
@@ -60,14 +60,22 @@ class TraceHook(ForwardHook):
         if is_dynamo_compiling():
             _call_in_graph(self, "in", arguments(args, kwargs))
         elif module is self.module():  # and not a replica that shares its hooks
-            self.recorder.enter(self, arguments(args, kwargs))
+            try:
+                found: Any = arguments(args, kwargs)
+            except Exception as error:  # the model goes on, whatever it is given
+                found = [("args", Unreadable(args, error))]
+            self.recorder.enter(self, found)
 
     def post_forward(self, module: nn.Module, output: Any) -> None:
         """Record what comes out."""
         if is_dynamo_compiling():
             _call_in_graph(self, "out", leaves(output, "out"))
         elif module is self.module():
-            self.recorder.leave(self, leaves(output, "out"))
+            try:
+                found: Any = leaves(output, "out")
+            except Exception as error:
+                found = [("out", Unreadable(output, error))]
+            self.recorder.leave(self, found)
 
     def failed(self, module: nn.Module, exc: BaseException) -> None:
         """Forget the call; what was recorded in it stays."""

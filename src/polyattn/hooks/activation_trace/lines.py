@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from polyattn.hooks.activation_trace.full_tensors import Saving
+from polyattn.hooks.activation_trace.own_statistics import plain_fields, said
 from polyattn.hooks.activation_trace.rows import RowPool, Rows
 from polyattn.hooks.activation_trace.statistics import (
     FIELDS,
@@ -42,7 +43,7 @@ _PLAIN = (2.0**-64, 2.0**127)
 
 Event = tuple[
     int, str, int, int | None, str, str,
-    torch.Size | None, torch.dtype | None, Rows | None, int, int | None,
+    torch.Size | None, torch.dtype | str | None, Rows | None, int, int | None,
     dict[str, Any] | None, Saving | None,
 ]  # fmt: skip
 """A tensor that was seen: seq, head (of `head_of`), call, step, phase, path, then its shape, dtype,
@@ -125,9 +126,7 @@ class Lines:
     def _in_python(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str]:
         blocks = {id(one): _Block(one.numbers()) for one in rows}
         for event in events:
-            saving, of = event[12], event[8]
-            if saving is not None:
-                saving.write()
+            event, of = _kept(event), event[8]
             yield self._line(event, None if of is None else blocks[id(of)])
 
     def _line(self, event: Event, block: _Block | None) -> str:
@@ -237,17 +236,24 @@ def _name(dtype: Any) -> str:
 
 def _written(event: Event) -> tuple[Any, ...]:
     """The event with its file written and its further fields as text, for native code."""
-    extra, saving = event[11:]
-    if saving is not None:
-        saving.write()
+    extra = _kept(event)[11]
     return (*event[:11], _fields_of(extra) if extra else None, None)
 
 
+def _kept(event: Event) -> Event:
+    """The event after its file was written; OSError where the disk does not take it."""
+    extra, saving = event[11:]
+    if saving is None:
+        return event
+    try:
+        saving.write()
+    except OSError:
+        raise
+    except Exception as error:  # of a dtype that no such file can have
+        extra = {name: value for name, value in (extra or {}).items() if name != "file"}
+        extra |= {"note": f"its tensor could not be kept whole ({said(error)})"}
+    return (*event[:11], extra, None)
+
+
 def _fields_of(extra: dict[str, Any]) -> str:
-    return line_of({name: _plain(value) for name, value in extra.items()})[1:-1]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().tolist()
-    return value
+    return line_of(plain_fields(extra))[1:-1]

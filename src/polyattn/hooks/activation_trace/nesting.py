@@ -13,13 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["DEPTH", "SCALARS", "arguments", "leaves", "step_of"]
+__all__ = ["DEPTH", "SCALARS", "Unreadable", "arguments", "leaves", "step_of"]
 
 Leaves = list[tuple[str, Tensor]]
 
 DEPTH = 8
 """How many containers inside each other are looked into."""
 _LONGEST = 200
+
+
+class Unreadable:
+    """Stands for a value that could not be looked into: its class is `kind`."""
+
+    __slots__ = ("error", "kind")
+
+    def __init__(self, value: object, error: Exception) -> None:
+        self.kind, self.error = type(value).__name__, error
 
 
 def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leaves:
@@ -85,5 +94,5 @@ def _walk(value: Any, path: str, found: Leaves, depth: int) -> None:
 def step_of(key: Any) -> str:
     """Return what a key of a mapping adds to the path."""
     if isinstance(key, str) and key.isidentifier():
-        return f".{key}"
+        return f".{key}"[:_LONGEST]
     return f"[{key!r}]"[:_LONGEST]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyattn.errors import TraceError
+from polyattn.hooks.activation_trace.tensors import without_values
 
 __all__ = ["Perturbation", "perturbation_of"]
 
@@ -23,6 +24,7 @@ _WIDER = {
 _COMPLEX = (torch.complex64, torch.complex128)
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 24
 _NAMED = 4
+_LONGEST = 160
 
 _Place = tuple[Any, ...]
 
@@ -138,6 +140,13 @@ def perturbation_of(
 
 def _unfit(weight: Tensor) -> str:
     """Why a parameter cannot be perturbed; empty if it can."""
+    try:
+        return _reason(weight)
+    except Exception as error:  # one that lets nobody ask
+        return f"{type(error).__name__}: {error}"[:_LONGEST]
+
+
+def _reason(weight: Tensor) -> str:
     distributed = _local(weight) is not weight
     custom = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if nn.parameter.is_lazy(weight):
@@ -147,12 +156,15 @@ def _unfit(weight: Tensor) -> str:
     weight = _local(weight)
     if weight.is_meta:
         return "on the meta device"
-    if weight.layout != torch.strided or weight.is_quantized:
-        return "quantised" if weight.is_quantized else str(weight.layout).removeprefix("torch.")
+    if weight.layout != torch.strided or weight.is_quantized or weight.is_nested:
+        kind = "nested" if weight.is_nested else str(weight.layout).removeprefix("torch.")
+        return "quantised" if weight.is_quantized else kind
     if weight.dtype not in _WIDER and weight.dtype not in _COMPLEX:
         return str(weight.dtype).removeprefix("torch.")
     shared = zip(weight.shape, weight.stride(), strict=True)
-    return "expanded" if any(size > 1 and not stride for size, stride in shared) else ""
+    if any(size > 1 and not stride for size, stride in shared):
+        return "expanded"
+    return "freed" if without_values(weight) else ""
 
 
 def _local(weight: Any) -> Any:

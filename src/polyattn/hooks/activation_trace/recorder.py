@@ -22,70 +22,45 @@ from torch import Tensor
 
 from polyattn.hooks.activation_trace.full_tensors import Saving, TensorFolder
 from polyattn.hooks.activation_trace.gradients import Gradients
-from polyattn.hooks.activation_trace.lines import Event, Lines
+from polyattn.hooks.activation_trace.lanes import Call, Lane, Seen, versions
+from polyattn.hooks.activation_trace.lines import Lines
+from polyattn.hooks.activation_trace.nesting import Unreadable
+from polyattn.hooks.activation_trace.own_statistics import own_statistics, said
 from polyattn.hooks.activation_trace.rows import RowPool, Rows
 from polyattn.hooks.activation_trace.selection import Chosen
 from polyattn.hooks.activation_trace.statistics import recording
 from polyattn.hooks.activation_trace.step import current_step
-from polyattn.hooks.activation_trace.tensors import plain, transforms
+from polyattn.hooks.activation_trace.tensors import joined, plain, transforms, without_values
 from polyattn.trace import JsonlSink
+from polyattn.trace.record import UNKNOWN
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.hook import TraceHook
 
-__all__ = ["Lane", "Recorder"]
+__all__ = ["Recorder"]
 
 logger = logging.getLogger("polyattn.trace")
 
 _HOST = torch.device("cpu")
+_NO_SHAPE = torch.Size((0,))
+_LONGEST = 160
 _INTERVAL = 0.05
 _PATIENCE = 5.0
 """Seconds to wait for another thread's record: a statistic of the user's may wait for us."""
 
 task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-Found = list[tuple[str, Tensor]]
+Found = list[tuple[str, Any]]
+"""Tensors, and Unreadable for what could not be looked into, each with its path."""
+
 Place = tuple[int, str, int, int | None, str, str]
-Seen = tuple[Any, int, int, str | None]
-
-
-class Call:
-    """A call that runs: its number and step, and whether the step is recorded.
-
-    `given`: its tensors with their versions, to see which it changes.
-    """
-
-    __slots__ = ("compiled", "given", "hook", "number", "step", "wanted")
-
-    def __init__(
-        self, hook: TraceHook, number: int, step: int | None, wanted: bool, compiled: bool
-    ) -> None:
-        self.hook, self.number, self.step = hook, number, step
-        self.wanted, self.compiled = wanted, compiled
-        self.given: list[tuple[str, Tensor, int]] = []
-
-
-class Lane:
-    """What one thread has recorded and not yet handed over."""
-
-    __slots__ = ("calls", "events", "later", "lock", "rows", "seen", "since", "stack")
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # for the thread that flushes or closes: rows and events
-        self.stack: list[Call] = []
-        self.events: list[Event] = []
-        self.later = False  # some of the events have to wait
-        self.rows: dict[torch.device, Rows] = {}
-        self.seen: dict[int, Seen] = {}
-        self.since = monotonic()
-        self.calls = 0
 
 
 class Recorder:
     """Records calls into a sink.
 
-    `chosen`: the statistics. `steps`: those to record, None for all. `inputs`, `parameters`,
-    `gradients`: whether these are recorded too. `folder`: where whole tensors go. `immediate`: have
-    nothing wait, for a device or the disk either.
+    `chosen`: the statistics. `model`: the model's class, for messages. `steps`: those to record,
+    None for all. `inputs`, `parameters`, `gradients`: whether these are recorded too. `folder`:
+    where whole tensors go. `immediate`: have nothing wait, for a device or the disk either.
     """
 
     def __init__(
@@ -93,6 +68,7 @@ class Recorder:
         sink: JsonlSink,
         chosen: Chosen,
         *,
+        model: str = "",
         rank: int = 0,
         steps: frozenset[int] | None = None,
         inputs: bool = True,
@@ -102,7 +78,7 @@ class Recorder:
         immediate: bool = False,
     ) -> None:
         self.sink, self.steps, self.inputs, self.parameters = sink, steps, inputs, parameters
-        self.folder, self.immediate = folder, immediate
+        self.folder, self.immediate, self.model = folder, immediate, model
         self.custom = chosen.custom
         self._records = self.calls = self.left_out = 0
         with torch.inference_mode(False):
@@ -151,14 +127,17 @@ class Recorder:
             self.left_out += 1
             return
         lane.calls += 1
-        if self.parameters:
-            self._weights(lane, call)
-        if self.inputs:
-            self.record(lane, call, "in", found)
-            if not compiled:
-                call.given = [(at, t, t._version) for at, t in found if not t.is_inference()]
-            if self._gradients is not None:
-                self._gradients.follow(call, "grad_in", found)
+        try:
+            if self.parameters:
+                self._weights(lane, call)
+            if self.inputs:
+                self.record(lane, call, "in", found)
+                if not compiled:
+                    call.given = versions(found)
+                if self._gradients is not None:
+                    self._gradients.follow(call, "grad_in", found)
+        except Exception as error:
+            self.missed(hook, error)
 
     def leave(self, hook: TraceHook, found: Found, compiled: bool = False) -> None:
         """The call ends, with these tensors."""
@@ -168,26 +147,33 @@ class Recorder:
         call = self._pop(lane, hook)
         if call is None:
             return
-        if call.wanted:
-            changed = [(at, t) for at, t, version in call.given if t._version != version]
-            # an argument changed in place comes out as well, though the module may not return it
-            self.record(lane, call, "out", [*found, *changed] if changed else found)
-            if self._gradients is not None:
-                self._gradients.follow(call, "grad_out", found)
-        if not lane.stack:
-            self.end_of_forward(lane)
-        elif (
-            lane.later
-            and monotonic() - lane.since > _INTERVAL
-            and all(device.type == "cpu" for device in lane.rows)
-        ):
-            self.hand_over(lane)
+        try:
+            if call.wanted:
+                # what is changed in place comes out too, though the module may not return it
+                changed = call.changed() if call.given else ()
+                self.record(lane, call, "out", [*found, *changed] if changed else found)
+                if self._gradients is not None:
+                    self._gradients.follow(call, "grad_out", found)
+            if not lane.stack:
+                self.end_of_forward(lane)
+            elif (
+                lane.later
+                and monotonic() - lane.since > _INTERVAL
+                and all(device.type == "cpu" for device in lane.rows)
+            ):
+                self.hand_over(lane)
+        except Exception as error:
+            self.missed(hook, error)
 
     def fail(self, hook: TraceHook) -> None:
         """The call ends in an exception."""
         lane = self.lane()
         if self._pop(lane, hook) is not None and not lane.stack:
             self.end_of_forward(lane)
+
+    def missed(self, hook: TraceHook, error: Exception) -> None:
+        """Say what could not be recorded; the model goes on, whatever is wrong with its trace."""
+        self.say(f"something of {hook.name!r} could not be recorded ({said(error)})")
 
     def end_of_forward(self, lane: Lane) -> None:
         """Hand over, and forget which tensors were seen."""
@@ -230,9 +216,14 @@ class Recorder:
                 lane, found, hook.head, call.number, call.step, phase, call.compiled
             )
         for path, t in found[done:] if done else found:
-            if (type(t) is not Tensor or level is not None) and (t := plain(t)) is None:
-                continue
-            self._one(lane, call, phase, path, t, special)
+            try:
+                if type(t) is Unreadable:
+                    raise t.error
+                if (type(t) is not Tensor or level is not None) and (t := plain(t)) is None:
+                    continue
+                self._one(lane, call, phase, path, t, special)
+            except Exception as error:  # the model goes on, whatever is wrong with its trace
+                self._unread(lane, call, phase, path, t, error)
         if not lane.events:  # native code has written them
             return
         if self.immediate:
@@ -262,27 +253,40 @@ class Recorder:
     ) -> str | None:
         """Add the event of a tensor; return the file it goes to. `hit`: it was seen before."""
         extra: dict[str, Any] = {}
-        for name, of in self.custom:
-            extra[name] = _called(of, t)
+        if t.is_nested:
+            t, extra["nested"] = joined(t)
+        why = without_values(t)
+        if self.custom:
+            extra |= own_statistics(self.custom, t, why)
         saving, file = None, hit[3] if hit is not None else None
-        if whole and file is None and (saving := self._save(t, place[0])) is not None:
+        if whole and file is None and not why and (saving := self._save(t, place[0])) is not None:
             file, lane.later = saving.file, True
         if whole and file is not None:
             extra["file"] = file
         if hit is not None and saving is None:
             lane.events.append((*place, None, None, None, 0, hit[2], extra, None))
             return file
-        rows, slot, why = self._statistics(lane, t)
-        if rows is None:
+        rows, slot = None, 0
+        if not why:
+            rows, slot, why = self._statistics(lane, t)
+        if why:
             extra["note"] = why
-        lane.events.append((*place, t.shape, t.dtype, rows, slot, None, extra or None, saving))
+        shape = t.shape if type(t) is Tensor else torch.Size(map(int, t.shape))
+        lane.events.append((*place, shape, t.dtype, rows, slot, None, extra or None, saving))
         return file
+
+    def _unread(
+        self, lane: Lane, call: Call, phase: str, path: str, t: Any, error: Exception
+    ) -> None:
+        """Add the event of what cannot even be asked for its shape."""
+        kind = t.kind if type(t) is Unreadable else type(t).__name__
+        extra = {"note": f"a {kind} that cannot be read ({said(error)})"}
+        place = (self._next_seq(), call.hook.head, call.number, call.step, phase, path)
+        lane.events.append((*place, _NO_SHAPE, UNKNOWN, None, 0, None, extra, None))
 
     def _statistics(self, lane: Lane, t: Tensor) -> tuple[Rows | None, int, str]:
         """The row that the tensor's numbers are in, or None and why there is none."""
         try:
-            if t.is_meta:
-                return None, 0, "a meta tensor, which has no values"
             device = t.device
             rows = lane.rows.get(device)
             if rows is None or rows.used == rows.size:
@@ -294,7 +298,7 @@ class Recorder:
             slot = rows.used
             rows.write(t, slot)
         except Exception as error:  # the model goes on, whatever is wrong with its trace
-            return None, 0, f"{error}"[:160]
+            return None, 0, _why(t, error)
         rows.used = slot + 1
         return rows, slot, ""
 
@@ -313,7 +317,8 @@ class Recorder:
         for name, t in [] if module is None else module._parameters.items():
             if t is None:
                 continue
-            version = (id(t), -1 if t.is_inference() else t._version)
+            known = versions([(name, t)])
+            version = (id(t), known[0][2] if known else -1)
             if call.hook.recorded_weights.get(name) != version:
                 call.hook.recorded_weights[name] = version
                 self.record(lane, call, "param", [(name, t)])
@@ -376,9 +381,8 @@ class Recorder:
                     lane.lock.release()
 
 
-def _called(of: Any, t: Tensor) -> Any:
-    try:
-        with torch.no_grad():
-            return of(t)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:160]
+def _why(t: Tensor, error: Exception) -> str:
+    """Why a tensor has no statistics, as its record says it."""
+    if type(t) in (Tensor, torch.nn.Parameter):
+        return f"{error}"[:_LONGEST]
+    return f"a {type(t).__name__}, whose values are not to be had ({error})"[:_LONGEST]

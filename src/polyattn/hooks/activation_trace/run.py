@@ -105,7 +105,7 @@ class ActivationTrace:
         chosen = choose_statistics(stats)
         self.steps = choose_steps(steps)
         found = _without_scripted(choose_modules(model, layers) | whole)
-        _refuse_traced(found)
+        _refuse_traced(model, found)
         rank, world = rank_and_world()
         selection = {
             "layers": described(layers), "stats": [*chosen.names, *(n for n, _ in chosen.custom)],
@@ -124,8 +124,9 @@ class ActivationTrace:
         try:
             folder = TensorFolder(self.path, overwrite=overwrite) if whole else None
             self.recorder = Recorder(
-                self.sink, chosen, rank=rank, steps=self.steps, inputs=inputs,
-                parameters=parameters, gradients=gradients, folder=folder, immediate=immediate,
+                self.sink, chosen, model=type(model).__name__, rank=rank, steps=self.steps,
+                inputs=inputs, parameters=parameters, gradients=gradients, folder=folder,
+                immediate=immediate,
             )  # fmt: skip
             if perturbation is not None:
                 perturbation.apply(model)
@@ -247,11 +248,16 @@ def _without_scripted(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: one for name, one in modules.items() if name not in set(scripted)}
 
 
-def _refuse_traced(modules: dict[str, nn.Module]) -> None:
+def _refuse_traced(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Raise TraceError, with the names on both sides, if any of the modules is traced."""
     for name, module in modules.items():
-        if HOOK in ModuleHookManager.of(module):
-            hook: Any = ModuleHookManager.of(module).get(HOOK)
-            raise TraceError(
-                f"got the module {name!r}, which is traced into {hook.recorder.sink.path} already, "
-                "expected one trace at a time: close that one first."
-            )
+        hook: Any = ModuleHookManager.of(module).get(HOOK)
+        if hook is None:
+            continue
+        part = "that" if module is model else f"whose part {name!r}, a {type(module).__name__},"
+        place = f" as {hook.name!r}, a part of a {hook.recorder.model}," if hook.name else ""
+        raise TraceError(
+            f"got a {type(model).__name__} {part} is traced{place} into "
+            f"{hook.recorder.sink.path} already, expected one trace at a time: close that one "
+            "first, or trace the rest by naming its layers."
+        )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from polyattn.errors import TraceError, near_matches
+from polyattn.hooks.activation_trace.own_statistics import Custom
 from polyattn.settings import steps_of
-from polyattn.trace.record import STATISTICS
+from polyattn.trace.record import DEFAULT_STATISTICS, MOMENTS, STATISTICS, Record
 
 __all__ = [
     "Chosen", "Layers", "Nothing", "choose_modules", "choose_statistics", "choose_steps",
@@ -22,13 +23,13 @@ Layers = (
     str | re.Pattern[str] | Iterable[str | re.Pattern[str]] | Callable[[str, nn.Module], bool]
     | None
 )  # fmt: skip
-Custom = tuple[str, Callable[[Any], Any]]
 
 _ALWAYS = ("shape", "dtype")
-_RESERVED = frozenset({
-    *STATISTICS, "seq", "module", "cls", "call", "step", "rank", "phase", "tensor", "same",
-    "global_shape", "start", "partial", "file", "note",
-})  # fmt: skip
+_RESERVED = frozenset({one.name for one in fields(Record)} | {"note", "nested"}) - {
+    *_ALWAYS, *MOMENTS,
+}  # fmt: skip
+"""Names that no function of the user's may have."""
+
 _SHOWN = 12
 
 
@@ -148,19 +149,19 @@ def _some(modules: Iterable[str]) -> str:
 def choose_statistics(stats: Iterable[str | Custom] | None) -> Chosen:
     """Return what `stats` names: statistics of the format, or pairs of a name and a function.
 
-    A function takes the tensor and returns a number or a tensor; it runs inside the forward. Raises
-    TraceError for an unknown name.
+    None is all of the format's but `sum`, which the mean and the counts say. A function takes the
+    tensor and returns a number or a tensor; it runs inside the forward, and what it raises goes
+    into the record. Raises TraceError for an unknown name, and for a name given twice.
 
     >>> choose_statistics(["max", "abs_mean", "shape"]).names
     ('max', 'abs_mean')
     """
-    known = [name for name in STATISTICS if name not in _ALWAYS]
     if stats is None:
-        return Chosen(tuple(known))
+        return Chosen(tuple(name for name in DEFAULT_STATISTICS if name not in _ALWAYS))
     if isinstance(stats, str):
         stats = [name.strip() for name in stats.split(",")]
-    names: list[str] = []
-    custom: list[Custom] = []
+    names: set[str] = set()
+    custom: dict[str, Custom] = {}
     for one in stats:
         if isinstance(one, str):
             if one not in STATISTICS:
@@ -168,21 +169,30 @@ def choose_statistics(stats: Iterable[str | Custom] | None) -> Chosen:
                     f"got the statistic {one!r}, expected some of {', '.join(STATISTICS)}."
                     f"{near_matches(one, STATISTICS)}"
                 )
-            if one not in _ALWAYS and one not in names:
-                names.append(one)
+            names.add(one)
         else:
-            custom.append(_custom(one))
-    return Chosen(tuple(name for name in known if name in names), tuple(custom))
+            pair = _custom(one)
+            if pair[0] in custom:
+                raise _twice(pair[0])
+            custom[pair[0]] = pair
+    if both := names & custom.keys() - set(_ALWAYS):
+        raise _twice(min(both))
+    chosen = (name for name in STATISTICS if name in names and name not in _ALWAYS)
+    return Chosen(tuple(chosen), tuple(custom.values()))
 
 
 def _custom(one: Any) -> Custom:
     pair = isinstance(one, tuple | list) and len(one) == 2
     if not pair or not isinstance(one[0], str) or not callable(one[1]) or one[0] in _RESERVED:
         raise TraceError(
-            f"got the statistic {one!r:.80}, expected a name, or a name of your own that no record "
-            "has and a function of a tensor."
+            f"got the statistic {one!r:.80}, expected a name, or a pair of a name of your own, or "
+            f"one of {', '.join((*_ALWAYS, *MOMENTS))}, and a function of a tensor."
         )
     return one[0], one[1]
+
+
+def _twice(name: str) -> TraceError:
+    return TraceError(f"got the statistic {name!r} twice, expected each once: leave one out.")
 
 
 def choose_steps(steps: Any) -> frozenset[int] | None:

@@ -9,15 +9,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from polyattn.hooks.activation_trace.nesting import leaves
+from polyattn.hooks.activation_trace.nesting import Unreadable, leaves
+from polyattn.hooks.activation_trace.own_statistics import own_statistics, plain_fields, said
 from polyattn.hooks.activation_trace.selection import choose_statistics, choose_steps
 from polyattn.hooks.activation_trace.statistics import record_fields, tensor_statistics
 from polyattn.hooks.activation_trace.step import current_step
-from polyattn.hooks.activation_trace.tensors import plain
+from polyattn.hooks.activation_trace.tensors import joined, plain, without_values
 from polyattn.hooks.hooks import ForwardHook, recomputing
 from polyattn.trace import JsonlSink
+from polyattn.trace.record import UNKNOWN
 
 __all__ = ["ActivationStatHook"]
+
+_LONGEST = 160
 
 Stats = Iterable[str | tuple[str, Callable[[Tensor], Any]]]
 
@@ -66,25 +70,50 @@ class ActivationStatHook(ForwardHook):
         call, step = self._next_call(), current_step()
         if self._steps is not None and step not in self._steps:
             return
-        for path, t in leaves(output, "out"):
-            if (t := plain(t)) is None:
-                continue
+        try:
+            found: Any = leaves(output, "out")
+        except Exception as error:
+            found = [("out", Unreadable(output, error))]
+        for path, t in found:
             record = {
                 "seq": _next_seq(self.sink), "module": self.module_name,
                 "cls": type(module).__name__, "call": call, "step": step, "phase": "out",
-                "tensor": path, "shape": list(t.shape), "dtype": str(t.dtype)[6:],
+                "tensor": path,
             }  # fmt: skip
-            self.sink.write(record | self._statistics(t))
+            said = self._described(t)
+            if said is not None:
+                self.sink.write(record | said)
 
-    def _statistics(self, t: Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if self._chosen.names:
+    def _described(self, t: Any) -> dict[str, Any] | None:
+        """What a record says of a tensor; None of one that has no values now. Raises nothing."""
+        try:
+            if type(t) is Unreadable:
+                raise t.error
+            if (t := plain(t)) is None:
+                return None
+            extra: dict[str, Any] = {}
+            if t.is_nested:
+                t, extra["nested"] = joined(t)
+            why = without_values(t)
+            if why:
+                extra["note"] = why
+            found = {"shape": [int(size) for size in t.shape], "dtype": str(t.dtype)[6:]}
+            own = plain_fields(own_statistics(self._chosen.custom, t, why))
+            return found | (self._statistics(t, extra) if not why else {}) | extra | own
+        except Exception as error:
+            kind = t.kind if type(t) is Unreadable else type(t).__name__
+            note = f"a {kind} that cannot be read ({said(error)})"
+            return {"shape": [0], "dtype": UNKNOWN, "note": note}
+
+    def _statistics(self, t: Tensor, extra: dict[str, Any]) -> dict[str, Any]:
+        if not self._chosen.names:
+            return {}
+        try:
             fields = record_fields(tensor_statistics(t).tolist())
-            found = {name: fields[name] for name in self._chosen.names}
-        for name, of in self._chosen.custom:
-            value = of(t)
-            found[name] = value.detach().cpu().tolist() if isinstance(value, Tensor) else value
-        return found
+        except Exception as error:
+            extra["note"] = f"{error}"[:_LONGEST]
+            return {}
+        return {name: fields[name] for name in self._chosen.names}
 
 
 _counters: weakref.WeakKeyDictionary[JsonlSink, Iterator[int]] = weakref.WeakKeyDictionary()

@@ -157,7 +157,6 @@ def record_fields(row: Sequence[float]) -> dict[str, Any]:
     }
     for name, value in zip(FIELDS[_MAYBE], row[_MAYBE], strict=True):
         fields[name] = value if value == value else None
-    del fields["sum"]  # the mean times their number
     samples = row[SAMPLES] if fields["n"] else ()
     fields["samples"] = [x if x - x == 0 else None for x in samples]
     fields["sketch"] = pack(row[SKETCH])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from polyattn.hooks.activation_trace.statistics import SKETCH, tensor_statistics
-from polyattn.hooks.activation_trace.tensors import plain
+from polyattn.hooks.activation_trace.tensors import plain, without_values
 from polyattn.hooks.activation_trace.torch_statistics import real_values
 from polyattn.trace.encoding import pack
 
 __all__ = ["remembered_fingerprints", "weight_fingerprint", "weight_fingerprints"]
+
+logger = logging.getLogger("polyattn.trace")
 
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 24
 _Along = list[list[Tensor]]
@@ -58,7 +61,7 @@ def remembered_fingerprints() -> Iterator[None]:
 
 def _remembered(weight: Tensor) -> object:
     memory = _memory.get()
-    if memory is None or not _in_bytes(weight):
+    if memory is None or not _in_bytes(weight) or without_values(weight):
         return weight_fingerprint(weight)
     with torch.no_grad():
         stored = weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -71,7 +74,7 @@ def _remembered(weight: Tensor) -> object:
 def _in_bytes(weight: Tensor) -> bool:
     """Whether its bytes are all that there is to its values."""
     usual = type(weight) is nn.Parameter and weight.is_cpu and weight.layout == torch.strided
-    return usual and not weight.is_quantized and not weight.is_complex()
+    return usual and not (weight.is_quantized or weight.is_nested or weight.is_complex())
 
 
 def weight_fingerprint(weight: Tensor) -> object:
@@ -80,16 +83,21 @@ def weight_fingerprint(weight: Tensor) -> object:
     >>> weight_fingerprint(torch.ones(2, 3))["sum"]
     6.0
     """
+    try:
+        return _fingerprint(weight)
+    except Exception as error:  # sparse, quantised, or of a library that keeps them elsewhere
+        logger.debug("a weight, a %s, has no fingerprint: %s", type(weight).__name__, error)
+        return None
+
+
+def _fingerprint(weight: Tensor) -> object:
     from polyattn.trace import fingerprints
 
     t = plain(weight)
-    if t is None or t.is_meta:
+    if t is None or t.is_nested or without_values(t):
         return None
     with torch.no_grad(), torch.inference_mode(False):
-        try:
-            values = real_values(t.detach())
-        except Exception:  # sparse, quantised, or of a library that keeps them elsewhere
-            return None
+        values = real_values(t.detach())
         if values.device.type == "mps":  # it has no float64
             values = values.cpu()
         along = [torch.stack(of).cpu().numpy() for of in _marginals(values)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polyattn.trace.record import Record
+from polyattn.trace.record import UNKNOWN, Record
 
 __all__ = ["COARSE", "EPS", "Distance", "distance", "floating", "precision"]
 
@@ -24,6 +24,7 @@ EPS = {
 }  # fmt: skip
 """The spacing of numbers at 1, by dtype."""
 
+_LONGEST = 160
 _ROUNDED = 2.0**-22
 """What rounding a sketch to float32 can look like, of its norm."""
 
@@ -66,6 +67,8 @@ def distance(a: Record, b: Record, rms: float = 0.0) -> Distance:
     `rms`: the size of an element that is not small here; the norm that errors are relative to is
     at least a 1024th of it, so that what is nearly zero is not held to its own rounding.
     """
+    if UNKNOWN in (a.dtype, b.dtype):
+        return Distance(0.0, False, _note(a, b))
     if a.n != b.n:
         shapes = f"shape {list(b.shape)}, expected {list(a.shape)}"
         return Distance(math.inf, why=shapes, evidence=shapes)
@@ -87,7 +90,7 @@ def distance(a: Record, b: Record, rms: float = 0.0) -> Distance:
         why = f"shape {list(b.shape)} here, {list(a.shape)} in the reference"
         return Distance(max(bounds.values()) / (norm or 1.0), why=why, order=True)
     if not bounds or norm is None:
-        return Distance(0.0, False, "neither sketch nor norms were recorded")
+        return Distance(0.0, False, _note(a, b))
     least = max(norm, math.sqrt(finite) * rms / 1024)
     apart = max(bounds.values())
     error = 0.0 if apart == 0 else apart / (least or _norm(b) or apart)
@@ -97,6 +100,12 @@ def distance(a: Record, b: Record, rms: float = 0.0) -> Distance:
         scale=min(1.0, bounds.get("l2", 0.0) / apart) if apart else 0.0,
         evidence=_evidence(bounds, sketched, apart),
     )
+
+
+def _note(a: Record, b: Record) -> str:
+    """Why two records hold nothing to compare: what they say themselves, if they do."""
+    said = a.extra.get("note") or b.extra.get("note") or "neither sketch nor norms were recorded"
+    return f"{said}"[:_LONGEST]
 
 
 def _norm(record: Record) -> float | None:
@@ -149,7 +158,8 @@ def _sketched(a: Record, b: Record) -> float | None:
 def _bounds(a: Record, b: Record, finite: int) -> dict[str, float]:
     """What the distance is at least, by each statistic that both sides have."""
     root = math.sqrt(finite)
-    factors = {"min": 1.0, "max": 1.0, "l2": 1.0, "l1": 1 / root, "mean": root, "abs_mean": root}
+    factors = {"min": 1.0, "max": 1.0, "l2": 1.0, "l1": 1 / root, "sum": 1 / root}
+    factors |= {"mean": root, "abs_mean": root}
     found = {}
     for name, factor in factors.items():
         one, other = getattr(a, name), getattr(b, name)
