@@ -64,7 +64,8 @@ def of_every_machine(knobs: Iterable[Knob]) -> Iterator[Knob]:
             about = re.sub(r"device \d+", "device i", knob.about)
             where = re.sub(r"\[\d+\]", "[i]", knob.where)
             knob = replace(knob, name=name, about=about, where=where, aliases=())
-        extra = name.startswith("python_native.") and not name.startswith(LANGUAGES)
+        part = name.startswith("python_native.") and name.count(".") > 1
+        extra = part and not name.startswith(LANGUAGES)
         if name not in seen and not extra:
             seen.add(name)
             yield knob

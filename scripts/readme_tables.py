@@ -1,4 +1,5 @@
-"""The tables in README.md and docs/cpu.md: from the declarations of backends and from the records.
+"""The tables in README.md, docs/cpu.md and docs/command-line.md: from what the code declares and
+from the records.
 
 ``python scripts/readme_tables.py`` says whether they are up to date, ``--write`` makes them so.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from polyattn import settings
 from polyattn.bench.cpu.cases import CASES
 from polyattn.capabilities import ALL_MASKS, Capabilities
 from polyattn.registry import Backend, Registry, registry
@@ -138,9 +140,17 @@ def _cpu_cells(row: dict[str, Any], peers: list[str]) -> Iterator[str]:
     yield LIMITS.get(row["name"], row["limit"])
 
 
+def variables() -> str:
+    """Return the table of the settings."""
+    lines = ["| variable | values | meaning |", "|---|---|---|"]
+    found = settings.rows()
+    return "\n".join([*lines, *(f"| `{name}` | {said} | {about} |" for name, said, about in found)])
+
+
 PAGES = {
     "README.md": {"backends": lambda: table(registry), "costs": costs},
     "docs/cpu.md": {"cpu": cpu},
+    "docs/command-line.md": {"settings": variables},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,60 @@ def test_defaults_and_values() -> None:
             "POLYATTN_PLUGINS": "off",
         }
     )
-    assert asked == settings.Settings("sdpa_math", "fallback", Path("/somewhere"), False, False)
+    assert (asked.backend, asked.on_unsupported) == ("sdpa_math", "fallback")
+    assert asked.cache_dir == Path("/somewhere")
+    assert (asked.tuning, asked.plugins) == (False, False)
+
+
+def test_a_setting_is_one_row() -> None:
+    known = [row.name for row in dataclasses.fields(settings.Settings)]
+    variables = [f"POLYATTN_{name.upper()}" for name in known]
+    assert list(settings.VARIABLES) == variables
+    assert [variable for variable, _, _ in settings.rows()] == variables
+    assert all(said and about for _, said, about in settings.rows())
+    plain = settings.Settings.parse({"HOME": "/home/me"})
+    assert list(plain.shown()) == variables
+    assert settings.Settings.parse({"HOME": "/home/me"} | _given(plain)) == plain
+
+
+def _given(shown: settings.Settings) -> dict[str, str]:
+    """What is shown of settings, set."""
+    return {name: value for name, value in shown.shown().items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "shown"),
+    [
+        ("BACKEND", " Flex", "flex"),
+        ("CACHE_DIR", "/tmp/here", "/tmp/here"),
+        ("TUNING", "OFF", "off"),
+        ("NATIVE_ISA", "avx2", "avx2"),
+        ("TRACE_ACTIVATIONS", "yes", "on"),
+        ("TRACE_STATS", "a, b,", "a,b"),
+        ("TRACE_STEPS", "5,0-2", "0,1,2,5"),
+        ("TRACE_LAYERS", " ", None),
+        ("TRACE_OUTPUT", "", "polyattn-trace.jsonl"),
+    ],
+)
+def test_settings_are_shown_as_they_would_be_set(
+    variable: str, value: str, shown: str | None
+) -> None:
+    assert (
+        settings.Settings.parse({f"POLYATTN_{variable}": value}).shown()[f"POLYATTN_{variable}"]
+        == shown
+    )
+
+
+@pytest.mark.parametrize("variable", settings.VARIABLES)
+def test_a_change_of_any_variable_is_seen(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    unset = settings.current()
+    other = {"_ON_UNSUPPORTED": "fallback", "_TUNING": "off", "_PLUGINS": "off"}
+    other |= {"_NATIVE_ISA": "generic", "_TRACE_STEPS": "3"}
+    monkeypatch.setenv(variable, other.get(variable.removeprefix("POLYATTN"), "1"))
+    assert settings.current() != unset
+    monkeypatch.delenv(variable)
+    assert settings.current() == unset
 
 
 @pytest.mark.parametrize("variable", ["ON_UNSUPPORTED", "TUNING", "PLUGINS"])

@@ -1,20 +1,8 @@
 """The only reader of ``os.environ``: each variable is parsed once, and again when it changes.
 
-| variable | values | meaning |
-|---|---|---|
-| ``POLYATTN_BACKEND`` | a backend's name | request this backend everywhere (source ``ENV``) |
-| ``POLYATTN_ON_UNSUPPORTED`` | ``error`` (default), ``fallback`` | if a request cannot be met |
-| ``POLYATTN_CACHE_DIR`` | a directory | where the tuning table lives |
-| ``POLYATTN_TUNING`` | ``on`` (default), ``off`` | whether measured times count |
-| ``POLYATTN_PLUGINS`` | ``on`` (default), ``off`` | whether other packages' backends load |
-| ``POLYATTN_NATIVE_ISA`` | ``best`` (default), ``avx2``, ... | instruction set of native_cpu |
-| ``POLYATTN_TRACE_ACTIVATIONS`` | ``0`` (default), ``1`` | whether models are traced |
-| ``POLYATTN_TRACE_LAYERS`` | a regular expression; default all | modules to trace, by name |
-| ``POLYATTN_TRACE_STATS`` | names, as ``abs_mean,max``; default all | what to keep of a tensor |
-| ``POLYATTN_TRACE_STEPS`` | ``0,5``, ``0-3``; default all | steps to trace |
-| ``POLYATTN_TRACE_INPUTS`` | ``1`` (default), ``0`` | whether what goes in is recorded too |
-| ``POLYATTN_TRACE_OUTPUT`` | a file (``polyattn-trace.jsonl``) | where the trace goes |
-| ``POLYATTN_TRACE_OVERWRITE`` | ``0`` (default), ``1`` | whether it replaces an earlier run's |
+A setting is one row of :class:`Settings`: its name is the variable's, its other columns say how it
+is read, which values it takes and what it means. ``polyattn doctor`` and the table of
+``docs/command-line.md`` come from there.
 
 A value that means nothing is an error that lists the valid ones, never ignored.
 """
@@ -23,8 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,104 +21,163 @@ from polyattn.errors import SettingsError, near_matches
 
 __all__ = [
     "BACKEND", "NATIVE_ISAS", "VARIABLES", "Settings", "compiler", "current", "raw", "reload",
-    "steps_of", "variable",
+    "rows", "steps_of", "variable",
 ]  # fmt: skip
-
-VARIABLES = (
-    "POLYATTN_BACKEND",
-    "POLYATTN_ON_UNSUPPORTED",
-    "POLYATTN_CACHE_DIR",
-    "POLYATTN_TUNING",
-    "POLYATTN_PLUGINS",
-    "POLYATTN_NATIVE_ISA",
-    "POLYATTN_TRACE_ACTIVATIONS",
-    "POLYATTN_TRACE_LAYERS",
-    "POLYATTN_TRACE_STATS",
-    "POLYATTN_TRACE_STEPS",
-    "POLYATTN_TRACE_INPUTS",
-    "POLYATTN_TRACE_OUTPUT",
-    "POLYATTN_TRACE_OVERWRITE",
-)
 
 NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon")
 """The instruction sets that the native kernels know; which are here, ``polyattn.native`` says."""
 
 
 @dataclass(frozen=True)
+class _Values:
+    """What a variable may hold: how it is read from the environment, and as the docs say it."""
+
+    read: Callable[[Mapping[str, str], str], Any]
+    said: str
+
+
+def _text(environ: Mapping[str, str], variable: str) -> str | None:
+    return environ.get(variable, "").strip() or None
+
+
+def _name(environ: Mapping[str, str], variable: str) -> str | None:
+    return (_text(environ, variable) or "").lower() or None
+
+
+def _list(environ: Mapping[str, str], variable: str) -> tuple[str, ...] | None:
+    names = (name.strip() for name in environ.get(variable, "").split(","))
+    return tuple(name for name in names if name) or None
+
+
+def _steps(environ: Mapping[str, str], variable: str) -> frozenset[int] | None:
+    value = _text(environ, variable)
+    try:
+        return None if value is None else steps_of(value)
+    except ValueError as error:
+        raise SettingsError(f"got {variable}={value!r}, {error}") from None
+
+
+def _one_of(*valid: str, others: Mapping[str, str] | None = None) -> _Values:
+    """Return the words that a variable takes, the default first; `others` are read as these."""
+    words = (*valid, *(others or ()))
+
+    def read(environ: Mapping[str, str], variable: str) -> str:
+        value = environ.get(variable, "").strip().lower() or valid[0]
+        if value not in words:
+            raise SettingsError(
+                f"got {variable}={environ[variable]!r}, expected one of {', '.join(words)}."
+                f"{near_matches(value, words)} Unset it for the default ({valid[0]})."
+            )
+        return value if others is None else others.get(value, value)
+
+    said = (f"`{word}`" for word in valid[1:])
+    return _Values(read, ", ".join((f"`{valid[0]}` (default)", *said)))
+
+
+def _switch(words: _Values, on: str) -> _Values:
+    return _Values(lambda environ, variable: words.read(environ, variable) == on, words.said)
+
+
+def _path(default: str) -> _Values:
+    def read(environ: Mapping[str, str], variable: str) -> Path:
+        return Path(_text(environ, variable) or default).expanduser()
+
+    return _Values(read, f"a file; default `{default}`")
+
+
+def _cache_dir(environ: Mapping[str, str], variable: str) -> Path:
+    named = _text(environ, variable)
+    if named:
+        return Path(named).expanduser()
+    if sys.platform == "win32" and environ.get("LOCALAPPDATA"):
+        return Path(environ["LOCALAPPDATA"]) / "polyattn"
+    home = Path(environ.get("HOME") or "~").expanduser()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "polyattn"
+    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "polyattn"
+
+
+_BACKEND = _Values(_name, "a backend's name")
+_REFUSED = _one_of("error", "fallback")
+_CACHE = _Values(_cache_dir, "a directory; default the user's cache directory")
+_SYNONYMS = {"false": "0", "no": "0", "off": "0", "true": "1", "yes": "1", "on": "1"}
+_ON_OFF = _switch(_one_of("on", "off"), "on")
+_OFF_ON = _switch(_one_of("0", "1", others=_SYNONYMS), "1")
+_ONE_ZERO = _switch(_one_of("1", "0", others=_SYNONYMS), "1")
+_PATTERN = _Values(_text, "a regular expression; default all")
+_NAMES = _Values(_list, "names, as `abs_mean,max`; default all")
+_STEPS = _Values(_steps, "`0,5`, `0-3`; default all")
+
+
+def _setting(values: _Values, about: str) -> Any:
+    return field(metadata={"values": values, "about": about})
+
+
+@dataclass(frozen=True)
 class Settings:
-    """What the environment asks for.
+    """What the environment asks for: a row here is a setting, ``POLYATTN_`` before its name.
 
     >>> Settings.parse({"POLYATTN_BACKEND": "flex"}).backend
     'flex'
     """
 
-    backend: str | None
-    on_unsupported: str
-    cache_dir: Path
-    tuning: bool
-    plugins: bool
-    native_isa: str = "best"
-    trace_activations: bool = False
-    trace_layers: str | None = None
-    trace_stats: tuple[str, ...] | None = None
-    trace_steps: frozenset[int] | None = None
-    trace_inputs: bool = True
-    trace_output: Path = Path("polyattn-trace.jsonl")
-    trace_overwrite: bool = False
+    backend: str | None = _setting(_BACKEND, "request this backend everywhere (source `ENV`)")
+    on_unsupported: str = _setting(
+        _one_of("error", "fallback"), "what a request that cannot be met does"
+    )
+    cache_dir: Path = _setting(_CACHE, "where the tuning table lives")  # noqa: RUF009
+    tuning: bool = _setting(_ON_OFF, "whether measured times take part")
+    plugins: bool = _setting(_ON_OFF, "whether backends of other packages are loaded")
+    native_isa: str = _setting(_one_of("best", *NATIVE_ISAS), "instruction set of `native_cpu`")
+    trace_activations: bool = _setting(_OFF_ON, "whether models are traced")
+    trace_layers: str | None = _setting(_PATTERN, "modules to trace, by name")
+    trace_stats: tuple[str, ...] | None = _setting(_NAMES, "what to keep of a tensor")
+    trace_steps: frozenset[int] | None = _setting(_STEPS, "steps to trace")
+    trace_inputs: bool = _setting(_ONE_ZERO, "whether what goes in is recorded too")
+    trace_output: Path = _setting(_path("polyattn-trace.jsonl"), "where the trace goes")  # noqa: RUF009
+    trace_overwrite: bool = _setting(_OFF_ON, "whether it replaces an earlier run's")
 
     @classmethod
-    def parse(cls, environ: dict[str, str]) -> Settings:
+    def parse(cls, environ: Mapping[str, str]) -> Settings:
         """Read the variables from `environ`; raise :class:`SettingsError` for a bad value."""
         return cls(
-            backend=_name(environ.get("POLYATTN_BACKEND")),
-            on_unsupported=_choice(environ, "POLYATTN_ON_UNSUPPORTED", ("error", "fallback")),
-            cache_dir=_cache_dir(environ),
-            tuning=_choice(environ, "POLYATTN_TUNING", ("on", "off")) == "on",
-            plugins=_choice(environ, "POLYATTN_PLUGINS", ("on", "off")) == "on",
-            native_isa=_choice(environ, "POLYATTN_NATIVE_ISA", ("best", *NATIVE_ISAS)),
-            trace_activations=_choice(environ, "POLYATTN_TRACE_ACTIVATIONS", _OFF + _ON) in _ON,
-            trace_layers=environ.get("POLYATTN_TRACE_LAYERS", "").strip() or None,
-            trace_stats=_list(environ.get("POLYATTN_TRACE_STATS", "")),
-            trace_steps=_steps(environ.get("POLYATTN_TRACE_STEPS", "").strip()),
-            trace_inputs=_choice(environ, "POLYATTN_TRACE_INPUTS", _ON + _OFF) in _ON,
-            trace_output=_output(environ.get("POLYATTN_TRACE_OUTPUT", "").strip()),
-            trace_overwrite=_choice(environ, "POLYATTN_TRACE_OVERWRITE", _OFF + _ON) in _ON,
+            **{
+                row.name: row.metadata["values"].read(environ, _variable(row.name))
+                for row in fields(cls)
+            }
         )
 
-
-def _name(value: str | None) -> str | None:
-    return None if value is None or not value.strip() else value.strip().lower()
-
-
-def _choice(environ: dict[str, str], variable: str, valid: tuple[str, ...]) -> str:
-    value = environ.get(variable, "").strip().lower() or valid[0]
-    if value not in valid:
-        raise SettingsError(
-            f"got {variable}={environ[variable]!r}, expected one of {', '.join(valid)}."
-            f"{near_matches(value, valid)} Unset it for the default ({valid[0]})."
-        )
-    return value
+    def shown(self) -> dict[str, str | None]:
+        """Return every variable's value as one would set it; None for one that has none."""
+        return {_variable(row.name): _shown(getattr(self, row.name)) for row in fields(self)}
 
 
-_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+def _variable(name: str) -> str:
+    return f"POLYATTN_{name.upper()}"
+
+
+def _shown(value: object) -> str | None:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, frozenset | tuple):
+        return ",".join(map(str, sorted(value) if isinstance(value, frozenset) else value))
+    return None if value is None else str(value)
+
+
+VARIABLES = tuple(_variable(row.name) for row in fields(Settings))
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Yield each setting's variable, its values and its meaning, in Markdown.
+
+    >>> next(rows())
+    ('POLYATTN_BACKEND', "a backend's name", 'request this backend everywhere (source `ENV`)')
+    """
+    for row in fields(Settings):
+        yield _variable(row.name), row.metadata["values"].said, row.metadata["about"]
+
+
 _MOST_STEPS = 1_000_000
-
-
-def _list(value: str) -> tuple[str, ...] | None:
-    return tuple(name.strip() for name in value.split(",") if name.strip()) or None
-
-
-def _output(value: str) -> Path:
-    return Path(value).expanduser() if value else Settings.trace_output
-
-
-def _steps(value: str) -> frozenset[int] | None:
-    if not value:
-        return None
-    try:
-        return steps_of(value)
-    except ValueError as error:
-        raise SettingsError(f"got POLYATTN_TRACE_STEPS={value!r}, {error}") from None
 
 
 def steps_of(text: str) -> frozenset[int]:
@@ -153,18 +200,6 @@ def steps_of(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _cache_dir(environ: dict[str, str]) -> Path:
-    named = environ.get("POLYATTN_CACHE_DIR", "").strip()
-    if named:
-        return Path(named).expanduser()
-    if sys.platform == "win32" and environ.get("LOCALAPPDATA"):
-        return Path(environ["LOCALAPPDATA"]) / "polyattn"
-    home = Path(environ.get("HOME") or "~").expanduser()
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "polyattn"
-    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "polyattn"
-
-
 def _raw_reader() -> tuple[Callable[[Any], object], Callable[[str], Any]]:
     """Return the cheapest way to see whether a variable has changed, and its keys."""
     try:
@@ -179,16 +214,17 @@ BACKEND, NATIVE_ISA = _key("POLYATTN_BACKEND"), _key("POLYATTN_NATIVE_ISA")
 
 
 _current: Settings | None = None
-_read: tuple[str | None, ...] = ()
+_read: tuple[object, ...] = ()
+_KEYS = tuple(map(_key, VARIABLES))
 
 
 def current() -> Settings:
     """Return the settings; they are parsed again only when a variable has changed."""
     global _current, _read
-    found = tuple(map(os.environ.get, VARIABLES))
+    found = tuple(map(raw, _KEYS))
     if _current is None or found != _read:
         known = _current is not None
-        _current, _read = Settings.parse(dict(os.environ)), found
+        _current, _read = Settings.parse(os.environ), found
         if known:
             scopes.invalidate()
     return _current

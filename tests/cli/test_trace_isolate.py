@@ -170,3 +170,44 @@ def test_what_cannot_be_isolated(program: str, capfd: pytest.CaptureFixture[str]
     capfd.readouterr()
     assert isolate("--port", "port.jsonl", "other.py") == 2
     assert "did not call the model" in capfd.readouterr().err
+
+
+NOISY = """
+import sys
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in "qkvo")
+
+    def forward(self, x):
+        parts = (part(x).unflatten(-1, (4, 16)) for part in (self.q, self.k, self.v))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        if "--fused" in sys.argv:
+            out = nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+        else:
+            out = (q @ k.mT).float().softmax(-1).to(q.dtype) @ v
+        return self.o(out.transpose(1, 2).flatten(2))
+
+torch.manual_seed(0)
+model = Attention()
+with torch.no_grad():
+    for part in (model.q, model.k):
+        part.weight.mul_(8.0)
+    model.bfloat16()(torch.randn(2, 24, 64).bfloat16())
+"""
+
+
+def test_noise_is_measured_where_something_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("noisy.py").write_text(NOISY)
+    assert main(["trace", "record", "--tensors", "", "--out", "ref.jsonl", "noisy.py"]) == 0
+    assert isolate("--no-noise", "noisy.py", "--fused") == 1
+    capfd.readouterr()
+    assert isolate("--out", "kept.jsonl", "noisy.py", "--fused") == 0
+    assert "measured noise" in capfd.readouterr().out
+    assert any(record.noise for record in read("kept.jsonl").records)

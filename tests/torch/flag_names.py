@@ -30,6 +30,7 @@ DOCUMENTED = (
     "openmp.is_available", "opt_einsum.is_available", "opt_einsum.get_opt_einsum",
     "opt_einsum.enabled", "opt_einsum.strategy", "quantized.engine",
     "quantized.supported_engines", "xnnpack.enabled", "xeon.run_cpu",
+    "xeon.run_cpu.create_args",
 )  # fmt: skip
 """Every name of torch's page on torch.backends, without that prefix; the last three sections of it
 name modules only, and are listed with what these hold."""

@@ -36,18 +36,13 @@ LEFT_OUT = {
         ("mkldnn.VERBOSE_OFF", "mkldnn.VERBOSE_ON", "mkldnn.VERBOSE_ON_CREATION"),
         "an argument of mkldnn.verbose",
     ),
-    **dict.fromkeys(("python_native.all_dsls", "python_native.available_dsls"), "lists the rows"),
-    **dict.fromkeys(
-        ("python_native.get_dsl_operations", "python_native.is_dsl_disabled",
-         "python_native.is_operation_disabled"), "answers about its argument",
-    ),
     **dict.fromkeys(
         ("python_native.ContextProp", "python_native.DSLController", "python_native.PropModule",
          "python_native.PythonNativeModule"), "a class",
     ),
     **dict.fromkeys(
-        ("xeon.run_cpu.REMAINDER", "xeon.run_cpu.create_args", "xeon.run_cpu.format_str",
-         "xeon.run_cpu.logger", "xeon.run_cpu.main"), "a part of the program xeon.run_cpu",
+        ("xeon.run_cpu.REMAINDER", "xeon.run_cpu.format_str", "xeon.run_cpu.logger",
+         "xeon.run_cpu.main"), "a part of the program xeon.run_cpu",
     ),
 }  # fmt: skip
 FOUND = sorted(flag_names.found())
@@ -73,6 +68,22 @@ def test_every_name_below_torch_backends_is_in_the_table_or_left_out_with_a_reas
     unknown = {n for n in FOUND if not in_table(n)} - MODULES - LEFT_OUT.keys()
     assert not unknown
     assert not {name for name in LEFT_OUT if in_table(name)}, "in the table after all"
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "python_native"), reason="torch before 2.12")
+def test_the_languages_of_torchs_own_operators_are_as_torch_says() -> None:
+    native = torch.backends.python_native
+    stand_now = {name: row.value for name, row in ROWS.items()}
+    assert stand_now["python_native.all_dsls"] == sorted(native.all_dsls)
+    assert stand_now["python_native.available_dsls"] == sorted(native.available_dsls)
+    for language in native.all_dsls:
+        part, controller = f"python_native.{language}", getattr(native, language)
+        assert stand_now[f"{part}.available"] is controller.available
+        assert stand_now[f"{part}.enabled"] is (not native.is_dsl_disabled(language))
+        version = controller.version
+        assert stand_now[f"{part}.version"] == (None if version is None else str(version))
+        assert stand_now[f"{part}.operations"] == sorted(native.get_dsl_operations(language))
+        assert not ROWS[f"{part}.version"].settable
 
 
 def test_names_and_aliases_are_given_once() -> None:

@@ -106,16 +106,12 @@ def _settings(amiss: list[str]) -> dict[str, Any]:
     except SettingsError as error:
         amiss.append(str(error))
         return {"error": str(error)}
-    return {
-        "POLYATTN_BACKEND": now.backend, "POLYATTN_ON_UNSUPPORTED": now.on_unsupported,
-        "POLYATTN_CACHE_DIR": str(now.cache_dir), "POLYATTN_TUNING": "on" if now.tuning else "off",
-        "POLYATTN_PLUGINS": "on" if now.plugins else "off", "POLYATTN_NATIVE_ISA": now.native_isa,
-        **_tracing(now, amiss),
-    }  # fmt: skip
+    _check_tracing(now, amiss)
+    return now.shown()
 
 
-def _tracing(now: settings.Settings, amiss: list[str]) -> dict[str, str | None]:
-    """The settings of the activation trace; what no trace would take is amiss."""
+def _check_tracing(now: settings.Settings, amiss: list[str]) -> None:
+    """Add the settings of the activation trace that no trace would take."""
     from polyattn.trace.record import STATISTICS
 
     try:
@@ -131,16 +127,6 @@ def _tracing(now: settings.Settings, amiss: list[str]) -> dict[str, str | None]:
         for one in now.trace_stats or ()
         if one not in STATISTICS
     ]
-    steps = None if now.trace_steps is None else ",".join(map(str, sorted(now.trace_steps)))
-    return {
-        "POLYATTN_TRACE_ACTIVATIONS": "on" if now.trace_activations else "off",
-        "POLYATTN_TRACE_LAYERS": now.trace_layers,
-        "POLYATTN_TRACE_STATS": None if now.trace_stats is None else ",".join(now.trace_stats),
-        "POLYATTN_TRACE_STEPS": steps,
-        "POLYATTN_TRACE_INPUTS": "on" if now.trace_inputs else "off",
-        "POLYATTN_TRACE_OUTPUT": str(now.trace_output),
-        "POLYATTN_TRACE_OVERWRITE": "on" if now.trace_overwrite else "off",
-    }  # fmt: skip
 
 
 def _torch() -> dict[str, Any] | None:

@@ -6,9 +6,10 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from polyattn.errors import TraceError
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.run import ActivationTrace
     from polyattn.trace import Trace
+    from polyattn.trace.compare import Verdict
 
 __all__ = ["main"]
 
@@ -29,7 +31,8 @@ SUMMARY = """Run the port's program as `python SCRIPT ARGS` would, with the tens
 the place of what each module is given and returns, and say which modules differ by themselves: in
 bfloat16 too, where errors of rounding hide faults once they add up. REFERENCE is the trace of the
 original, recorded with whole tensors (polyattn trace record --tensors '' ...). The program runs
-twice, first as it is, unless --port is given. Under torchrun each rank is judged by itself.
+twice, first as it is, unless --port is given; where something differs three times more, to measure
+how noisy that module's own arithmetic is. Under torchrun each rank is judged by itself.
 Exit code 0: the same, 1: different, 2: cannot say."""
 
 
@@ -55,12 +58,16 @@ def main(argv: Sequence[str]) -> int:
         _refuse_what_is_there(options)
         port = read(options.port or _recorded(program, scratch / "port.jsonl", ranks))
         ranks.check(port, "a port's trace")
-        run = _Replay(reference, port, rules, options, target)
+        run = _Replay(reference, port, rules, options)
         code = run.run(program, scratch / "fed.jsonl")
-        from polyattn.trace.compare import compare
-
-        verdict = compare(reference, read(target), rules=rules, tolerance=tolerance, isolated=True)
-        verdict = replace(verdict, port=options.out or "")
+        if options.moved is not None:
+            run.write(target)
+            return 0
+        judged = partial(_judged, reference, rules, tolerance)
+        if options.noise and ranks.world == 1 and not code:
+            given = [*ours, "--port", options.port or str(scratch / "port.jsonl")]
+            run.measure_noise(judged, scratch / "first.jsonl", partial(_moved, given, program))
+        verdict = replace(judged(run.write(target)), port=options.out or "")
         if ranks.world > 1:
             note(f"polyattn trace isolate: rank {ranks.rank} of {ranks.world}:")
         report(verdict, options, source, str(target), {"program_exit_code": code})
@@ -68,6 +75,12 @@ def main(argv: Sequence[str]) -> int:
         note(f"polyattn trace isolate: the program ended with exit code {code}")
     ranks.wait_for_all()
     return 2 if code and verdict.equal else verdict.exit_code
+
+
+def _judged(reference: Trace, rules: Any, tolerance: Any, isolated: Trace) -> Verdict:
+    from polyattn.trace.compare import compare
+
+    return compare(reference, isolated, rules=rules, tolerance=tolerance, isolated=True)
 
 
 def _name_files_of(ranks: Ranks, options: argparse.Namespace) -> None:
@@ -96,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--upcast", choices=("float32", "float64"),
                       help="run the port's modules in this dtype: what then agrees was "
                            "rounding of their own")  # fmt: skip
+    made.add_argument("--no-noise", dest="noise", action="store_false",
+                      help="run no more often where something differs: one spacing of the dtype "
+                           "decides")  # fmt: skip
+    made.add_argument("--moved", type=int, metavar="SEED", help=argparse.SUPPRESS)
     add_options(made)
     return made
 
@@ -133,29 +150,53 @@ def _recorded(program: Sequence[str], path: Path, ranks: Ranks) -> Path:
     return found
 
 
+def _moved(ours: Sequence[str], program: Sequence[str]) -> Iterator[Trace]:
+    """Yield the isolated traces of runs whose tensors are moved by some roundings, each in a
+    process of its own; a run that fails yields none.
+    """
+    from polyattn.trace import read
+    from polyattn.trace.compare.noise import RERUNS
+
+    note(
+        f"polyattn trace isolate: something differs; {RERUNS} more runs on moved tensors, for the "
+        "noise of its arithmetic (--no-noise leaves them out)"
+    )
+    for seed in range(RERUNS):
+        with tempfile.TemporaryDirectory(prefix="polyattn-isolate-") as folder:
+            out = Path(folder) / "moved.jsonl"
+            command = [sys.executable, "-m", "polyattn", "trace", "isolate", *ours]
+            command += ["--out", str(out), "--moved", str(seed), "--", *program]
+            subprocess.run(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+            )
+            if out.is_file():
+                yield read(out)
+
+
 class _Replay:
     """A run of the program whose model is fed."""
 
     def __init__(
-        self, reference: Trace, port: Trace, rules: Any, options: argparse.Namespace, target: Path
+        self, reference: Trace, port: Trace, rules: Any, options: argparse.Namespace
     ) -> None:
         import torch
 
         from polyattn.hooks.isolation.replay import feed_of
 
-        self._port, self._target = port, target
+        self._port = port
         self._layers: str | None = options.layers
         self._dtype = getattr(torch, options.upcast) if options.upcast else None
         self._feed = feed_of(reference, port, rules, dtype=self._dtype)
+        if options.moved is not None:
+            self._feed = self._feed.perturbed(options.moved)
         self._stack = ExitStack()
         self._run: ActivationTrace | None = None
 
     def run(self, program: Sequence[str], path: Path) -> int:
-        """Run it, write the isolated trace, and return its exit code."""
+        """Run it and return its exit code."""
         import torch
 
         from polyattn.hooks import trace_any
-        from polyattn.trace.isolated import mark_isolated
 
         tracing = trace_any(path, after=self._feed_it, weights=False)
         with tracing, self._stack, torch.compiler.set_stance("force_eager"):
@@ -166,9 +207,26 @@ class _Replay:
                 f"{self._port.header.modules.get('', 'module')}, in this process; it ended with "
                 f"exit code {code}."
             )
-        header = {"weights": dict(self._port.header.weights)}
-        mark_isolated(self._run.path, self._target, self._feed.marks, header)
         return code
+
+    def write(self, target: Path) -> Trace:
+        """Write the isolated trace to `target`, and return it."""
+        from polyattn.hooks.isolation.replay import written
+        from polyattn.trace import read
+
+        assert self._run is not None
+        return written(read(self._run.path), self._feed, target, self._port)
+
+    def measure_noise(
+        self, judged: Callable[[Trace], Verdict], path: Path, moved: Callable[[], Iterator[Trace]]
+    ) -> None:
+        """Where it may change the verdict, have what is written say the noise of `moved` runs."""
+        from polyattn.hooks.isolation.rounding import ROUNDINGS
+        from polyattn.trace.compare.noise import noise_of, worth_measuring
+
+        isolated = self.write(path)
+        if worth_measuring(judged(isolated)):
+            self._feed.noise = noise_of(isolated, list(moved()), ROUNDINGS)
 
     def _feed_it(self, run: ActivationTrace) -> None:
         """Feed the program's first model that is the recorded one."""

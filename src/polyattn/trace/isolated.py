@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ __all__ = ["mark_isolated"]
 def mark_isolated(
     source: Path,
     target: Path,
-    marks: Callable[[Mapping[str, Any]], Iterable[str]],
+    marks: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     header: Mapping[str, Any],
 ) -> Path:
     """Copy a trace that this process wrote, whole or not at all, with what `marks` gives for a
-    record set to true in it, ``isolated`` in its selection, and `header` over what its header has.
+    record said in its line, ``isolated`` in its selection, and `header` over what its header has.
 
     Raises TraceError if `target` cannot be written or holds something.
     """
@@ -39,9 +39,9 @@ def mark_isolated(
             out.write(exact({META: head}).encode() + b"\n")
             for line in lines:
                 record = json.loads(line)
-                names = marks(record) if "seq" in record else ()
-                said = "".join(f'"{name}":true,' for name in names)
-                out.write(b"{" + said.encode() + line[1:])
+                said = marks(record) if "seq" in record else {}
+                begin = exact(said)[:-1] + "," if said else "{"
+                out.write(begin.encode() + line[1:])
         os.replace(draft, target)
     except OSError as error:
         draft.unlink(missing_ok=True)

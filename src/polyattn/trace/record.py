@@ -84,6 +84,7 @@ class Record:
     forced: bool = False
     form: bool = False
     errors: Mapping[str, str] = field(default_factory=dict)
+    noise: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -222,6 +223,10 @@ def _take_place(raw: Mapping[str, Any], values: dict[str, Any]) -> None:
     for name in ("forced", "form"):
         if name in raw:
             values[name] = checks.boolean(raw[name], name)
+    if raw.get("noise") is not None:
+        values["noise"] = checks.number(raw["noise"], "noise")
+        if values["noise"] < 0:
+            raise Malformed(f"noise {values['noise']}, expected a relative error, 0 or more")
     if raw.get("file") is not None:
         values["file"] = _file(checks.text(raw["file"], "file", 512))
 

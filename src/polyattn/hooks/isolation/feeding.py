@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from polyattn.hooks.activation_trace.run import HOOK
 from polyattn.hooks.hooks import ForwardHook, recomputing
 from polyattn.hooks.isolation.replacing import replaced, replaced_arguments
+from polyattn.hooks.isolation.rounding import moved
 from polyattn.hooks.isolation.whole_tensors import WholeTensors
 from polyattn.hooks.manager import ModuleHookManager
 from polyattn.trace import Record
@@ -32,7 +33,7 @@ class Feed:
     """What to feed: the reference's record for tensors of the port. `fed`: where that was done.
 
     `forms`: tensors of the port that mean the same in another form. `dtype`: what tensors of a
-    narrower one are widened to, where the port was.
+    narrower one are widened to, where the port was. `noise`: of the port's tensors, where measured.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Feed:
     ) -> None:
         self._records, self._forms = records, forms
         self._values, self._dtype = values, dtype
+        self._seed: int | None = None
         self.fed: set[Key] = set()
+        self.noise: Mapping[Key, float] = {}
 
     @property
     def modules(self) -> set[str]:
@@ -55,13 +58,21 @@ class Feed:
         """Feed none but these modules of the port."""
         self._records = {key: one for key, one in self._records.items() if key[0] in modules}
 
-    def marks(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """What is to be said in the line of a record: whether its tensor was replaced."""
+    def perturbed(self, seed: int) -> Feed:
+        """Return one that feeds the same tensors, each moved by a rounding of its dtype."""
+        made = Feed(self._records, self._forms, self._values, self._dtype)
+        made._seed = seed
+        return made
+
+    def marks(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """What is said in a record's line: whether its tensor was replaced, its noise."""
         key = record["module"], record["call"], record["phase"], record["tensor"]
-        if key in self.fed:
-            yield "forced"
+        said: dict[str, Any] = {"forced": True} if key in self.fed else {}
         if key in self._forms:
-            yield "form"
+            said["form"] = True
+        if key in self.noise:
+            said["noise"] = self.noise[key]
+        return said
 
     def tensor(self, key: Key, t: Tensor) -> Tensor | None:
         """Return the reference's tensor in the form of the port's `t`; None where there is none."""
@@ -73,6 +84,8 @@ class Feed:
         found = self._values.get(record)
         if found.numel() != t.numel() or found.is_floating_point() != t.is_floating_point():
             return None
+        if self._seed is not None:
+            found = moved(found, f"{self._seed} {key}")
         with torch.no_grad():
             new = torch.empty_like(t, dtype=dtype, requires_grad=False)
             new.copy_(found.reshape(t.shape))

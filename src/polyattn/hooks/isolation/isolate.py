@@ -20,10 +20,13 @@ from polyattn.hooks.activation_trace.same_conditions import (
 )
 from polyattn.hooks.activation_trace.selection import Layers, choose_modules
 from polyattn.hooks.isolation.choosing import inside, within_budget
+from polyattn.hooks.isolation.feeding import Feed
 from polyattn.hooks.isolation.precision import widened
-from polyattn.hooks.isolation.replay import feed_of, isolated_run
+from polyattn.hooks.isolation.replay import fed_run, feed_of, written
+from polyattn.hooks.isolation.rounding import ROUNDINGS
 from polyattn.trace import Trace, rank_path, read
 from polyattn.trace.compare import Verdict, compare
+from polyattn.trace.compare.noise import RERUNS, noise_of, worth_measuring
 from polyattn.trace.compare.rules import Given
 from polyattn.trace.compare.thresholds import Tolerance
 
@@ -108,11 +111,22 @@ class _Isolation:
     def against(self, reference: Trace, target: Path | None) -> Verdict:
         """Judge the port by a trace."""
         feed = feed_of(reference, self._free, self._rules, self._layers, self._upcast)
-        at = self._file("isolated.jsonl") if target is None else target
+        fed = self._fed(feed)
+        isolated = written(fed, feed, self._file("isolated.jsonl"), self._free)
+        verdict = self._compared(reference, isolated)
+        if worth_measuring(verdict):
+            reruns = [self._fed(feed.perturbed(seed)) for seed in range(RERUNS)]
+            feed.noise = noise_of(isolated, reruns, ROUNDINGS)
+        if target is None and not feed.noise:
+            return verdict
+        at = self._file("measured.jsonl") if target is None else target
+        return self._compared(reference, written(fed, feed, at, self._free))
+
+    def _fed(self, feed: Feed) -> Trace:
         with widened(self._port, self._upcast):
-            isolated = isolated_run(
-                self._port, feed, at, self._folder(), self._free, self._conditions.call
-            )
+            return fed_run(self._port, feed, self._folder(), self._conditions.call)
+
+    def _compared(self, reference: Trace, isolated: Trace) -> Verdict:
         return compare(
             reference, isolated, rules=self._rules, tolerance=self._tolerance, isolated=True
         )

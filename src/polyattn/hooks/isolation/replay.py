@@ -18,7 +18,7 @@ from polyattn.trace.compare.counterparts import Key, counterparts
 from polyattn.trace.compare.rules import Given
 from polyattn.trace.isolated import mark_isolated
 
-__all__ = ["feed_of", "isolated_run", "refuse_without_tensors"]
+__all__ = ["fed_run", "feed_of", "refuse_without_tensors", "written"]
 
 
 def feed_of(
@@ -79,18 +79,19 @@ def _values(record: Record) -> tuple[object, ...]:
     return record.shape, record.dtype, record.sketch, record.l2, record.min, record.max
 
 
-def isolated_run(
-    model: nn.Module, feed: Feed, target: Path, scratch: Path, port: Trace,
-    call: Callable[[nn.Module], Any],
-) -> Trace:  # fmt: skip
-    """Run a port once, fed, and return its trace, which is at `target`.
-
-    `scratch`: an empty folder. `port`: its ordinary trace, whose weights' fingerprints are those.
-    """
-    with trace(model, scratch / "fed.jsonl", weights=False) as run, feeding(model, feed):
+def fed_run(model: nn.Module, feed: Feed, folder: Path, call: Callable[[nn.Module], Any]) -> Trace:
+    """Run a port once, fed, and return what was recorded, in `folder`."""
+    with trace(model, folder / "fed.jsonl", weights=False) as run, feeding(model, feed):
         call(model)
-    mark_isolated(run.path, target, feed.marks, {"weights": dict(port.header.weights)})
-    run.path.unlink(missing_ok=True)
+    return read(run.path)
+
+
+def written(fed: Trace, feed: Feed, target: Path, port: Trace) -> Trace:
+    """Write the isolated trace of a fed run to `target`, and return it.
+
+    `port`: the port's ordinary trace, whose weights' fingerprints are those.
+    """
+    mark_isolated(fed.paths[0], target, feed.marks, {"weights": dict(port.header.weights)})
     return read(target)
 
 

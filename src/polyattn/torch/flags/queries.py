@@ -25,6 +25,7 @@ def queries() -> Iterator[Access]:
     yield from _attention_functions()
     yield from _other_functions()
     yield from _native_filters()
+    yield from _native_languages()
     yield from _environment()
 
 
@@ -181,6 +182,15 @@ def _other_functions() -> Iterator[Access]:
             f"python_native.{name}", "Which of torch's own Triton and CuTe operators take part.",
             "itself; python_native.disabled_operations shows how it stands", since="2.12",
         )  # fmt: skip
+    for name, shown in (
+        ("get_dsl_operations", "python_native.triton.operations and its fellows"),
+        ("is_dsl_disabled", "python_native.triton.enabled and its fellows"),
+        ("is_operation_disabled", "python_native.disabled_operations"),
+    ):  # fmt: skip
+        yield function(
+            f"python_native.{name}", "Answers about the operator, or the language, it is given.",
+            shown, since="2.12",
+        )  # fmt: skip
     yield function("cuda.cufft_plan_cache.clear", "Forgets a device's FFT plans.", "itself")
     yield function(
         "cuda.blas_workspace_size", "The work space of the preferred BLAS.",
@@ -195,6 +205,10 @@ def _other_functions() -> Iterator[Access]:
     yield function(
         "xeon.run_cpu", "A program that starts others with cores and memory bound to them.",
         "python -m torch.backends.xeon.run_cpu",
+    )  # fmt: skip
+    yield function(
+        "xeon.run_cpu.create_args", "Gives a parser the options of that program.",
+        "python -m torch.backends.xeon.run_cpu --help",
     )  # fmt: skip
     yield function(
         "disable_global_flags", "Freezes the attributes of cudnn, mkldnn, opt_einsum and miopen "
@@ -239,6 +253,47 @@ def _native_filters() -> Iterator[Access]:
             where=f"torch.backends.python_native.{name.replace('disabled', 'disable')}",
             since="2.12", why_fixed="torch.backends.python_native's functions change it",
         )  # fmt: skip
+
+
+def _native_languages() -> Iterator[Access]:
+    """Which languages python_native's operators are written in, which run here, and what with."""
+    module = getattr(torch.backends, "python_native", None)
+    for name, about in (
+        ("all_dsls", "The languages that torch's own operators are written in."),
+        ("available_dsls", "Those of them whose compilers are here."),
+    ):  # fmt: skip
+        yield query(
+            f"python_native.{name}", partial(_listed, module, name) if module else "", about,
+            type="list", since="2.12",
+        )  # fmt: skip
+    for name in dict.fromkeys(["triton", "cutedsl", *(module.all_dsls if module else ())]):
+        part = f"python_native.{name}"
+        yield query(
+            f"{part}.available", partial(_of_language, module, name, "available") if module else "",
+            f"Whether the compiler of {name} is here.", since="2.12",
+        )  # fmt: skip
+        yield query(
+            f"{part}.version", partial(_of_language, module, name, "version") if module else "",
+            f"The version of {name}; null without it.", type="str", since="2.12",
+        )  # fmt: skip
+        yield query(
+            f"{part}.operations", partial(_operations, module, name) if module else "",
+            f"Torch's operators that are written in {name}.", type="list", since="2.12",
+            where=f"torch.backends.python_native.get_dsl_operations({name!r})",
+        )  # fmt: skip
+
+
+def _listed(module: Any, name: str) -> list[str]:
+    return sorted(getattr(module, name))
+
+
+def _of_language(module: Any, name: str, fact: str) -> Any:
+    found = getattr(getattr(module, name), fact)
+    return found if found is None or isinstance(found, bool) else str(found)
+
+
+def _operations(module: Any, name: str) -> list[str]:
+    return sorted(map(str, module.get_dsl_operations(name)))
 
 
 def _filtered(module: Any, attribute: str) -> list[str]:

@@ -85,9 +85,9 @@ class Walk:
         if any(one.b.form for one in event.tensors):
             self.healed.append(event)
             return "none"
-        if event.drift == 0 and _fed(event):
-            return self._sharp(event)
         error, limit = worst.distance.error, worst.limit
+        if event.drift == 0 and _fed(event):
+            return "cannot say" if limit.noise and error <= limit.grey else self._sharp(event)
         if math.isfinite(error) and limit.how in ("fallback", "calibrated") and event.drift != 0:
             if coarse(worst) and limit.how == "fallback":
                 if error <= limit.grey or error < _GREY_JUMP * self._largest:

@@ -15,6 +15,7 @@ from polyattn.trace.compare.calibration import Floor, load
 from polyattn.trace.compare.drift import drifts
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.judge import Called, Event, judge
+from polyattn.trace.compare.noise import noise_notes
 from polyattn.trace.compare.parameters import Difference, meant
 from polyattn.trace.compare.rows import rows as rows_of
 from polyattn.trace.compare.side import Side
@@ -94,7 +95,7 @@ class _Comparison:
         steps, common = guards.steps(a, b)
         replayed = any(record.forced for record in b.trace.records)
         drift = None if not isolated else drifts(b.frames, a.trace.records) if replayed else {}
-        calls, missing, extra, notes = judge(self.alignment, thresholds, common, drift)
+        calls, _, _, notes = judge(self.alignment, thresholds, common, drift)
         walk = Walk(a, b, calls, outputs_only=isolated and not replayed)
         walk.run()
         weights = parameters.differences(a, b, self.alignment)
@@ -119,9 +120,9 @@ class _Comparison:
             rows=rows_of(a, b, calls, culprit, blamed, {(o.module, o.call) for o in walk.further}),
             guards={guard.name: guard for guard in found},
             coverage=self._coverage(calls, counted),
-            notes=tuple(self._notes(
-                notes, walk, floor, thresholds, isolated, missing, extra
-            )),
+            notes=tuple(
+                self._notes(notes, calls, walk, floor, thresholds, isolated)
+            ),
             reasons=tuple(reasons) if culprit is None else (),
             reference=_path(a.trace), port=_path(b.trace),
         )  # fmt: skip
@@ -208,8 +209,8 @@ class _Comparison:
         )  # fmt: skip
 
     def _notes(
-        self, notes: Sequence[str], walk: Walk, floor: Floor | None, thresholds: Thresholds,
-        isolated: bool, missing: Sequence[Frame], extra: Sequence[Frame],
+        self, notes: Sequence[str], calls: Sequence[Called], walk: Walk, floor: Floor | None,
+        thresholds: Thresholds, isolated: bool,
     ) -> list[str]:  # fmt: skip
         found = [*self.alignment.notes, *notes]
         for part in self.alignment.fused:
@@ -230,6 +231,7 @@ class _Comparison:
                 f"not everything inside {name!r} was fed: have the reference keep it whole "
                 f"(tensors={_pattern(name)!r}) to look further inside"
             )
+        found += noise_notes(calls)
         found += floor.notes if floor is not None else ()
         for one in (self.a, self.b):
             lost = len(one.trace.header.weights) - len(one.weights)
@@ -255,11 +257,11 @@ def _pattern(name: str) -> str:
 def _grey(events: Sequence[Event]) -> str:
     first = min(events, key=lambda event: event.at)
     name = first.call.b.module or "the model"
-    better = (
-        "isolate the modules, or calibrate"
-        if first.drift is None
-        else "have the reference keep more modules whole, those that this is computed from"
-    )
+    better = "have the reference keep more modules whole, those that this is computed from"
+    if first.drift is None:
+        better = "isolate the modules, or calibrate"
+    elif first.drift == 0:
+        better = "run both in float32: its own arithmetic multiplies every rounding"
     return (
         f"errors from {name!r} on ({first.error:.1e}) are as large as rounding in this dtype makes "
         f"them, and as faults do: {better}"

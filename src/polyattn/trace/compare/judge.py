@@ -164,7 +164,7 @@ def _limit(found: Sequence[Called], thresholds: Thresholds) -> None:
             if floating(one.a.dtype) and floating(one.b.dtype):
                 eps = max(eps, precision(one.a.dtype), precision(one.b.dtype))
             names = (match.a.name, match.b.name)
-            limit = thresholds.of(one.a, names, eps, before, event.drift)
+            limit = thresholds.of(one.a, names, eps, before, event.drift, one.b.noise)
             main = one is first or first is None
             apart = one.distance if main or event.out else _optional(one)
             judged.append(Tensor(one.a, one.b, apart, limit, main, eps))

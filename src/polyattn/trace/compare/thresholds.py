@@ -9,7 +9,9 @@ In float32 and finer, 64 spacings found every fault of the measured suites and f
 port. In bfloat16 and float16 clean ports differ by as much as small faults do: free-running traces
 cannot be decided by any single number, so there is a grey zone, and the verdict in it is "cannot
 say". A module that was fed the reference's own inputs (isolate) has no inherited error: one spacing
-decides in bfloat16 too.
+decides in bfloat16 too. But some arithmetic amplifies a rounding, as a softmax of large scores does
+that one kernel rounds and another keeps in float32. Where isolate measured how far a module's
+results move if what it is fed moves by a rounding, the threshold is at least `NOISE` times that.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from polyattn.trace.compare.calibration import Floor
 from polyattn.trace.compare.distance import COARSE, Distance, floating, precision
 from polyattn.trace.record import Record
 
-__all__ = ["JUMP", "K", "Limit", "Thresholds", "Tolerance"]
+__all__ = ["JUMP", "NOISE", "K", "Limit", "Thresholds", "Tolerance"]
 
 K = 4.0
 """Times the floor: the largest of three perturbed runs lies below the largest of many by less than
@@ -32,6 +34,10 @@ K = 4.0
 
 JUMP = 4.0
 """An output that is not this many times further off than its inputs has grown, not differed."""
+
+NOISE = 2.0
+"""Times the measured noise: two right implementations may be off by as much each, one to either
+side (SEMANTICS: an error is right up to twice that of the same arithmetic)."""
 
 _BASE, _CAP = 64.0, 1024.0
 _GREY_LOW, _GREY_HIGH = 0.5, 8.0
@@ -44,11 +50,14 @@ Tolerance = float | Mapping[str, float] | None
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`value`: up to it the same. `grey`: up to it undecided; equal to `value` where none."""
+    """`value`: up to it the same. `grey`: up to it undecided; equal to `value` where none. `noise`:
+    whether they are the measured noise of the module's own arithmetic.
+    """
 
     value: float
     grey: float
     how: str
+    noise: bool = False
 
     def coherent(self, found: Distance, a: Record, eps: float) -> bool:
         """Whether a smaller error is one common factor: rounding is not, over many rows.
@@ -83,12 +92,18 @@ class Thresholds:
         return [p.pattern for p, _ in self._patterns if p.pattern not in self.hits]
 
     def of(
-        self, a: Record, names: tuple[str, str], eps: float, before: int, drift: int | None = None
+        self,
+        a: Record,
+        names: tuple[str, str],
+        eps: float,
+        before: int,
+        drift: int | None = None,
+        noise: float | None = None,
     ) -> Limit:
         """Return the limit of a record of the reference.
 
         `names`: the module's in both; `eps`: the coarsest spacing so far; `before`: how many
-        modules without others inside had returned; `drift`: of an isolated run.
+        modules without others inside had returned; `drift`, `noise`: of an isolated run.
         """
         for pattern, value in self._patterns:
             if any(map(pattern.search, names)):
@@ -102,6 +117,10 @@ class Thresholds:
             return Limit(max(value, least), max(value, least), "calibrated")
         eps = max(eps, precision(a.dtype))
         low, high = self._fallback(a, eps, before) if drift is None else _isolated(a, eps, drift)
+        own = 0.0 if drift is None or noise is None else NOISE * noise
+        if own > low:  # far off is not the same for sure, however ill-conditioned it is
+            low, high = max(low, min(own, _GREY_HIGH * eps)), max(high, own)
+            return Limit(max(low, least), max(high, least), "fallback", noise=True)
         return Limit(max(low, least), max(high, least), "fallback")
 
     def _fallback(self, a: Record, eps: float, before: int) -> tuple[float, float]:
