@@ -18,6 +18,7 @@ from polyattn import scopes, settings
 from polyattn.capabilities import Capabilities, Reason
 from polyattn.errors import PolyattnError, UnknownBackend
 from polyattn.problem import Problem
+from polyattn.spelling import spelt, unknown
 
 __all__ = ["Available", "Backend", "Missing", "Probe", "Registry", "register", "registry"]
 
@@ -153,13 +154,13 @@ class Registry:
 
     def expand(self, name: object, *, asked_by: str) -> tuple[str, ...]:
         """Return the backends that `name` (a name, a group or an enum member) stands for."""
-        spelling = str(getattr(name, "value", name)).strip().lower()
+        spelling = spelt(name)
         if spelling not in self._backends and spelling not in self._groups:
             self.discover()
         if spelling in self._groups:
             return self._groups[spelling]
         if spelling not in self._backends:
-            raise UnknownBackend.named(name, (*self._backends, *self._groups), asked_by=asked_by)
+            raise unknown(name, (*self._backends, *self._groups), asked_by=asked_by)
         return (spelling,)
 
     def probe(self, name: str) -> Probe:
