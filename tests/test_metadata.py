@@ -194,14 +194,40 @@ def test_builder_takes_what_others_build_with() -> None:
         builder.build(attn_maks=KEYS)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_foreign_metadata_in_compiled_code(dynamic: bool) -> None:
-    impl = layer(causal=True)
-    compiled = torch.compile(impl.forward, fullgraph=True, backend="eager", dynamic=dynamic)
+def test_foreign_metadata_in_compiled_code() -> None:
     q, k, v = inputs()
     text = torch.tensor([[True, False], [True, True]])
+    impl = layer(causal=True)
     for metadata in (
         None, SDPAMetadata(0), SDPAMetadata(1, KEYS), SDPAMetadata(2, KEYS.long()),
         SDPAMetadata(3, text), SDPAMetadata(4, torch.randn(B, S)), SDPAMetadata(5, is_causal=True),
+        Slotted(KEYS), Named(KEYS), {"attn_mask": KEYS},
     ):  # fmt: skip
+        torch.compiler.reset()
+        compiled = torch.compile(impl.forward, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(q, k, v, metadata), impl.forward(q, k, v, metadata))
+
+
+@pytest.mark.parametrize("make", [SDPAMetadata, BACKEND.get_builder_cls()().build])
+def test_time_steps_do_not_compile_again(make: Any) -> None:
+    q, k, v = inputs()
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer().forward, fullgraph=True, backend=count)
+    for step in range(4):
+        compiled(q, k, v, make(current_timestep=step, attn_mask=KEYS))
+    compiled(q, k, v, make(current_timestep=4.5, attn_mask=KEYS))
+    compiled(q, k, v, make(current_timestep=torch.tensor(5), attn_mask=KEYS))
+    assert len(graphs) == 1
+
+
+def test_compiled_code_refuses_too() -> None:
+    q, k, v = inputs()
+    compiled = torch.compile(layer().forward, backend="eager")
+    with pytest.raises(InvalidProblem, match="cu_seqlens"):
+        compiled(q, k, v, SimpleNamespace(cu_seqlens=torch.zeros(1)))

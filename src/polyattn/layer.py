@@ -59,7 +59,10 @@ class AttentionImpl:
                     f"{', '.join(_ARGUMENTS)}, and everything else None, zero or empty."
                     f"{near_matches(name, _ARGUMENTS)}"
                 )
-        self.num_heads, self.head_size = checked_size("num_heads", num_heads), checked_size("head_size", head_size)
+        self.num_heads, self.head_size = (
+            checked_size("num_heads", num_heads),
+            checked_size("head_size", head_size),
+        )
         self.num_kv_heads = (
             self.num_heads if num_kv_heads is None else checked_size("num_kv_heads", num_kv_heads)
         )

@@ -116,28 +116,35 @@ def _check_type(name: str, value: Any, expected: type) -> None:
 
 
 def _attributes(metadata: Any) -> dict[str, Any]:
-    """Return the known attributes of a foreign object; refuse others that say something."""
-    if isinstance(metadata, Mapping):
-        held = dict(metadata)
-    else:
-        held = dict(getattr(metadata, "__dict__", None) or {})
-        if hasattr(metadata, "_asdict"):
-            held.update(metadata._asdict())
-        for kind in type(metadata).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                held[name] = getattr(metadata, name, None)
-        # known ones may also be properties, or defaults of the class
-        held.update({name: getattr(metadata, name, None) for name in _KNOWN})
-    for name, value in held.items():
-        if name not in _KNOWN and not name.startswith("_") and not says_nothing(value):
+    """Return what is read of a foreign object; refuse other attributes that say something.
+
+    The time step is not looked at: compiled code would be guarded on it.
+    """
+    is_mapping = isinstance(metadata, Mapping)
+
+    def value_of(name: str) -> Any:
+        return metadata.get(name) if is_mapping else getattr(metadata, name, None)
+
+    for name in metadata if is_mapping else _names(metadata):
+        if name in _KNOWN or name.startswith("_"):
+            continue
+        if not says_nothing(value_of(name)):
             raise InvalidProblem(
                 f"got metadata of {type(metadata).__name__} with {name} of type "
-                f"{type(value).__name__}, which no backend here reads; expected "
+                f"{type(value_of(name)).__name__}, which no backend here reads; expected "
                 f"{', '.join(_KNOWN)}, and everything else None, zero or empty."
                 f"{near_matches(name, _KNOWN)}"
             )
-    return held
+    # by name, since these may also be properties, or defaults of the class
+    return {name: value_of(name) for name in _KNOWN if name != "current_timestep"}
+
+
+def _names(metadata: Any) -> list[str]:
+    names = [*getattr(metadata, "__dict__", ()), *getattr(metadata, "_fields", ())]
+    for kind in type(metadata).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots
+    return names
 
 
 def _to_bnts(attn_mask: Any, batch: int, kv_len: int) -> Any:
