@@ -149,16 +149,16 @@ def test_extra_arguments_that_say_nothing_pass(value: Any) -> None:
 @pytest.mark.parametrize("value", [0.1, True, "relu", (1,), torch.zeros(2)])
 def test_extra_arguments_that_say_something_are_named(value: Any) -> None:
     impl_cls = get_attn_backend(16, torch.float32).get_impl_cls()
-    with pytest.raises(InvalidProblem, match="topk_ratio="):
+    with pytest.raises(InvalidProblem, match=r"topk_ratio="):
         impl_cls(2, 16, topk_ratio=value)
-    with pytest.raises(InvalidProblem, match="softmax_scal=.*'softmax_scale'"):
+    with pytest.raises(InvalidProblem, match=r"softmax_scal=.*'softmax_scale'"):
         impl_cls(2, 16, softmax_scal=value)
 
 
 @pytest.mark.parametrize("sizes", [(0, 16), (2, 0), (2.5, 16), (True, 16), ("2", 16), (3, 16, 2)])
 def test_sizes_are_checked(sizes: tuple[Any, ...]) -> None:
     impl_cls = get_attn_backend(16, torch.float32).get_impl_cls()
-    with pytest.raises(InvalidProblem, match="heads|head_size"):
+    with pytest.raises(InvalidProblem, match=r"heads|head_size"):
         impl_cls(*sizes[:2], num_kv_heads=sizes[2] if len(sizes) > 2 else None)
 
 
@@ -192,7 +192,7 @@ def test_subclasses_of_users_pickle() -> None:
 
 def test_a_class_of_a_backend_that_is_not_here_says_so() -> None:
     data = pickle.dumps(backend_class("sdpa_math")).replace(b"sdpa_math", b"sdpa_maht")
-    with pytest.raises(UnknownBackend, match="sdpa_maht.*sdpa_math"):
+    with pytest.raises(UnknownBackend, match=r"sdpa_maht.*sdpa_math"):
         pickle.loads(data)
     assert not hasattr(sys.modules[AttentionImpl.__module__], "nonesuch")
 

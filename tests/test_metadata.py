@@ -91,9 +91,10 @@ def test_what_says_nothing_passes(metadata: Any) -> None:
     "metadata",
     [
         SDPAMetadata(0, KEYS), SimpleNamespace(attn_mask=KEYS), Slotted(KEYS), Computed(),
-        Named(KEYS), {"attn_mask": KEYS}, SDPAMetadata(0, KEYS.long()), SDPAMetadata(0, KEYS.byte()),
-        SDPAMetadata(0, KEYS[:, None].expand(B, T, S)), SDPAMetadata(0, KEYS[:, None]),
-        SDPAMetadata(0, KEYS[:, None, None]), SDPAMetadata(0, KEYS[:, None, None].expand(B, N, T, S)),
+        Named(KEYS), {"attn_mask": KEYS}, SDPAMetadata(0, KEYS.long()),
+        SDPAMetadata(0, KEYS.byte()), SDPAMetadata(0, KEYS[:, None]),
+        SDPAMetadata(0, KEYS[:, None].expand(B, T, S)), SDPAMetadata(0, KEYS[:, None, None]),
+        SDPAMetadata(0, KEYS[:, None, None].expand(B, N, T, S)),
     ],
     ids=lambda m: type(m).__name__,
 )  # fmt: skip
@@ -190,7 +191,7 @@ def test_builder_takes_what_others_build_with() -> None:
     expect(builder.build(is_causal=True, mask=MEANT), MEANT & Causal())
     with pytest.raises(InvalidProblem, match="VSA_sparsity"):
         builder.build(current_timestep=3, VSA_sparsity=0.5)
-    with pytest.raises(InvalidProblem, match="attn_maks.*'attn_mask'"):
+    with pytest.raises(InvalidProblem, match=r"attn_maks.*'attn_mask'"):
         builder.build(attn_maks=KEYS)
 
 

@@ -189,7 +189,7 @@ def test_impl_metadata_and_builder_compute() -> None:
 
 def test_impl_refuses_typos_and_other_shapes() -> None:
     cls = get_attn_backend(16, torch.float32)
-    with pytest.raises(InvalidProblem, match="dropout_rate=0.1.*'dropout_p'"):
+    with pytest.raises(InvalidProblem, match=r"dropout_rate=0.1.*'dropout_p'"):
         cls.get_impl_cls()(4, 16, 0.3, dropout_rate=0.1)
     with pytest.raises(InvalidProblem, match="heads"):
         cls.get_impl_cls()(4, 16, 0.3, num_kv_heads=3)
@@ -221,7 +221,7 @@ def test_names_of_the_field_without_a_backend_say_what_is_near(name: object) -> 
         lambda: get_attn_backend(64, torch.float32, requested=name),
         lambda: get_attn_backend(64, torch.float32, [name]),
     ):
-        with pytest.raises(UnknownBackend, match="name of the field.*'sdpa_flash' or 'sdpa_cudnn'"):
+        with pytest.raises(UnknownBackend, match=r"of the field.*'sdpa_flash' or 'sdpa_cudnn'"):
             ask()
     assert get_global_forced_attn_backend() is None
     assert backend_name_to_enum("FLASH_ATTN") is None
@@ -264,7 +264,7 @@ def test_default_backend_is_preferred_where_nothing_is_asked_for(
     monkeypatch.setenv("POLYATTN_BACKEND", "sdpa_math")
     assert named(default_backend="reference") == "SDPA_MATH"
     monkeypatch.delenv("POLYATTN_BACKEND")
-    with pytest.raises(UnknownBackend, match="default_backend.*'reference'"):
+    with pytest.raises(UnknownBackend, match=r"default_backend.*'reference'"):
         named(default_backend="refrence")
 
 

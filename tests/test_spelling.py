@@ -90,9 +90,9 @@ def _in_a_scope(q: torch.Tensor) -> Any:
 
 
 def _in_two_scopes(q: torch.Tensor) -> Any:
-    with use_backend(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-        with use_backend(never=SDPBackend.FLASH_ATTENTION):
-            return attention(q, q, q, backend=SDPBackend.MATH)
+    flash = SDPBackend.FLASH_ATTENTION
+    with use_backend(flash, SDPBackend.MATH), use_backend(never=flash):
+        return attention(q, q, q)
 
 
 def _by_call(q: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""How a backend may be written: a name, a member of anybody's enumeration, torch's own, the field's.
+"""How a backend may be written: by name, by members of enumerations, or as other code bases do.
 
 torch's ``SDPBackend`` is told by its type's name, so that the core need not import torch.
 """
