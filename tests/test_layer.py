@@ -170,7 +170,10 @@ def test_classes_and_impls_pickle(protocol: int) -> None:
         for cls in (backend, backend.get_impl_cls(), backend.get_metadata_cls()):
             assert pickle.loads(pickle.dumps(cls, protocol)) is cls
             assert name in repr(cls) or cls is backend.get_metadata_cls()
-    impl = backend_class("sdpa_math").get_impl_cls()(2, 16, 0.3, True, prefix="x")
+    several = backend_class("sdpa_flash", "sdpa_math")
+    assert pickle.loads(pickle.dumps(several, protocol)) is several is not backend_class("flex")
+    assert several.get_name() == "SDPA_FLASH" and several.get_impl_cls().others == ("sdpa_math",)
+    impl = several.get_impl_cls()(2, 16, 0.3, True, prefix="x")
     again = pickle.loads(pickle.dumps(impl, protocol))
     assert type(again) is type(impl) and vars(again) == vars(impl)
     assert vars(copy.deepcopy(impl)) == vars(impl)

@@ -19,6 +19,7 @@ from polyattn import (
     selector,
     use_backend,
 )
+from polyattn.layer import AttentionBackend
 from polyattn.registry import IN_TREE, registry
 from polyattn.selector import (
     NO_REQUEST,
@@ -326,3 +327,51 @@ def test_the_module_attribute_cannot_lie(monkeypatch: pytest.MonkeyPatch) -> Non
         del selector.forced_attn_backend
     selector.forced_attn_backend = None
     assert explain(Q, Q, Q).source != "FORCED"
+
+
+def _ran(backend: type[AttentionBackend], **options: float) -> str:
+    with record_selections() as ran:
+        backend.get_impl_cls()(2, 16, **options).forward(Q, Q, Q)
+    return ran[0].backend
+
+
+def test_a_call_that_the_chosen_cannot_run_goes_to_the_next_of_the_layer() -> None:
+    group = (FastVideoEnum.FLASH_ATTN, FastVideoEnum.TORCH_SDPA)
+    sdpa = get_attn_backend(16, torch.float32, group)
+    assert sdpa.get_name() == "SDPA_FLASH"
+    assert _ran(sdpa) == "sdpa_flash"
+    assert _ran(sdpa, dropout_p=0.5) == "sdpa_math"
+    anything = get_attn_backend(16, torch.float32)
+    assert _ran(anything, dropout_p=0.5) == "sdpa_math"
+    with pytest.raises(Unsupported, match="dropout"):
+        _ran(get_attn_backend(16, torch.float32, ["sdpa_flash"]), dropout_p=0.5)
+    with use_backend(never="sdpa_math"):
+        other = get_attn_backend(16, torch.float32, group)
+    with pytest.raises(Unsupported, match="dropout"):
+        _ran(other, dropout_p=0.5)
+
+
+def test_a_request_stays_strict_in_the_calls_of_a_layer() -> None:
+    for strict in (
+        get_attn_backend(16, torch.float32, requested="sdpa_flash"),
+        get_attn_backend(16, torch.float32, ["sdpa_math", "sdpa_flash"], requested="sdpa_flash"),
+    ):
+        with pytest.raises(Unsupported, match="dropout"):
+            _ran(strict, dropout_p=0.5)
+    with use_backend(FastVideoEnum.TORCH_SDPA):
+        group = get_attn_backend(16, torch.float32)
+    assert _ran(group, dropout_p=0.5) == "sdpa_math"
+    with use_backend("sdpa_flash", "reference"):
+        two = get_attn_backend(16, torch.float32, [AttentionBackendEnum.TORCH_SDPA])
+    with pytest.raises(Unsupported, match="dropout"):  # reference is not in the layer's list
+        _ran(two, dropout_p=0.5)
+
+
+def test_a_layer_with_several_backends_in_compiled_code() -> None:
+    impl = get_attn_backend(16, torch.float32).get_impl_cls()(2, 16)
+    assert impl.others
+    compiled = torch.compile(impl.forward, fullgraph=True, backend="eager")
+    with record_selections() as ran:
+        out = compiled(Q, Q, Q)
+    torch.testing.assert_close(out, attention(Q, Q, Q))
+    assert ran[0].backend == impl.backend_name

@@ -38,7 +38,9 @@ def checked_size(name: str, value: Any) -> int:
 
 
 class AttentionImpl:
-    """One layer's attention, bound to one backend: it runs there or raises.
+    """One layer's attention, bound to what was chosen for it: it runs there or raises.
+
+    ``backend_name`` runs each call that it can, and the first able one of ``others`` the rest.
 
     `num_heads` N, `head_size` H, `softmax_scale`: None for 1/sqrt(H), `causal`: bottom-right,
     `num_kv_heads` K: None for N. `prefix` is the layer's name. Other arguments (`extra`) may be
@@ -46,6 +48,7 @@ class AttentionImpl:
     """
 
     backend_name: str
+    others: tuple[str, ...] = ()
 
     def __init__(
         self, num_heads: int, head_size: int, softmax_scale: float | None = None,
@@ -107,7 +110,8 @@ class AttentionImpl:
             mask = Causal() if mask is None else mask & Causal()
         return self._attention(
             query, key, value, mask=mask, bias=bias, scale=self.softmax_scale,
-            dropout_p=self.dropout_p, backend=self.backend_name,
+            dropout_p=self.dropout_p,
+            backend=(self.backend_name, *self.others) if self.others else self.backend_name,
         )  # fmt: skip
 
     def _check(self, query: tuple[int, ...], key: tuple[int, ...]) -> None:
@@ -160,25 +164,30 @@ class AttentionBackend:
 _classes: dict[str, type] = {}
 
 
-def backend_class(name: str) -> type[AttentionBackend]:
+def backend_class(name: str, *others: str) -> type[AttentionBackend]:
     """Return the class of the backend called `name`, always the same one.
 
-    It and its impl class can be imported from here by their names, and so be pickled.
+    `others`: backends for the calls that it cannot run, in order. The class and its impl class
+    can be imported from here by their names, and so be pickled.
+
+    >>> backend_class("flex", "sdpa_math").get_impl_cls()
+    <class 'polyattn.layer.AttentionImpl[flex,sdpa_math]'>
     """
-    return _class(f"AttentionBackend[{registry.known(name, asked_by='backend')}]")
+    names = [registry.known(n, asked_by="backend") for n in (name, *others)]
+    return _class(f"AttentionBackend[{','.join(names)}]")
 
 
 def _class(qualname: str) -> type[Any]:
     if qualname not in _classes:
-        base, _, rest = qualname.partition("[")
-        name = rest.removesuffix("]")
+        base, _, names = qualname.removesuffix("]").partition("[")
+        name, *others = names.split(",")
         summary = registry[name].summary or name
         members: dict[str, Any] = {"__module__": __name__, "__qualname__": qualname}
         if base == "AttentionImpl":
-            members |= {"backend_name": name, "__doc__": f"{summary}, bound to one layer."}
+            members |= {"backend_name": name, "others": tuple(others)}
             made: type = type(qualname, (AttentionImpl,), members)
         else:
-            impl = _class(f"AttentionImpl[{name}]")
+            impl = _class(f"AttentionImpl[{names}]")
             members |= {
                 "get_name": staticmethod(name.upper),
                 "get_impl_cls": staticmethod(lambda: impl),

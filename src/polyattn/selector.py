@@ -164,6 +164,9 @@ def get_attn_backend(
     :class:`~polyattn.errors.Unsupported` says why not. `default_backend`: what the layer prefers
     where nothing is asked for; passed over if it cannot run.
 
+    The choice is made for a plain call. A call that the chosen one cannot run (with a mask, say)
+    goes to the next that was asked for or, if nothing was, that the layer can use.
+
     >>> import torch
     >>> backend = get_attn_backend(64, torch.float32, ["SDPA_MATH"])
     >>> backend.get_name()
@@ -173,10 +176,10 @@ def get_attn_backend(
     >>> impl.forward(q, q, q, backend.get_builder_cls()().build()).shape
     torch.Size([1, 16, 4, 64])
     """
-    selection = explain_attn_backend(
+    selection, others = _selected(
         head_size, dtype, supported_attention_backends, default_backend, requested
     )
-    return backend_class(selection.backend)
+    return backend_class(selection.backend, *others)
 
 
 def explain_attn_backend(
@@ -193,8 +196,15 @@ def explain_attn_backend(
     >>> print(choice.decisions["flash_attn"])
     backend: got flash_attn, takes a registered name
     """
-    layer = _layer(supported_attention_backends)
-    preferred = _expand(default_backend, "default_backend")
+    return _selected(head_size, dtype, supported_attention_backends, default_backend, requested)[0]
+
+
+def _selected(
+    head_size: int, dtype: Any, supported: Iterable[Any] | None, default: Any, requested: Any
+) -> tuple[Selection, list[str]]:
+    """Return the choice, and what runs the calls that it cannot."""
+    layer = _layer(supported)
+    preferred = _expand(default, "default_backend")
     resolve = importlib.import_module("polyattn.torch.resolve")
     device, arch = resolve.present_device()
     problem = Problem(
@@ -208,7 +218,26 @@ def explain_attn_backend(
         scope = replace(wishes.scope, names=())
         wishes = replace(wishes, scope=scope, module=Request(), env=Request())
     selection: Selection = resolve.choose(problem, wishes)
-    return selection if selection.source.is_request else _preferring(selection, preferred)
+    if not selection.source.is_request:
+        selection = _preferring(selection, preferred)
+    return selection, _others(problem, selection, wishes)
+
+
+def _others(problem: Problem, selection: Selection, wishes: Any) -> list[str]:
+    """Return what may run the calls that the chosen backend cannot, in order."""
+    asked = selection.source.is_request
+    allowed = wishes.ordered()[0][1].names if asked else registry.names(problem.framework)
+    found = []
+    for name in allowed:
+        decision = selection.decisions.get(name)
+        barred = decision is None or (
+            isinstance(decision, Rejected)
+            and any(reason.fact in ("layer", "scope") for reason in decision.reasons)
+        )
+        exact = registry[name].capabilities_for(problem.device).exactness == "exact"
+        if name != selection.backend and not barred and (asked or exact):
+            found.append(name)
+    return found
 
 
 def _layer(supported: Iterable[Any] | None) -> frozenset[str] | None:
