@@ -234,7 +234,8 @@ def _others(problem: Problem, selection: Selection, wishes: Any) -> list[str]:
             isinstance(decision, Rejected)
             and any(reason.fact in ("layer", "scope") for reason in decision.reasons)
         )
-        exact = registry[name].capabilities_for(problem.device).exactness == "exact"
+        backend = registry[name]
+        exact = backend.capabilities_for(problem.device).exactness == "exact"
         if name != selection.backend and not barred and (asked or exact):
             found.append(name)
     return found
