@@ -115,7 +115,8 @@ class use_backend:
         if len(names) == 1 and isinstance(names[0], (list, tuple, set, frozenset)):
             names = tuple(names[0])
         self._names = names
-        self._never = (never,) if isinstance(never, str) else tuple(never)
+        one = isinstance(never, str) or not isinstance(never, Iterable)
+        self._never = (never,) if one else tuple(never)
         self._on_unsupported = on_unsupported
         self._before: list[str | None] = []
         nested(None, self._names, self._never, on_unsupported)  # misspelt names fail here

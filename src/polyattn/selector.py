@@ -8,24 +8,31 @@ Source: FastVideo's ``fastvideo.attention.selector`` (Apache-2.0), whose names t
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 from polyattn import scopes, settings
+from polyattn.capabilities import Reason
 from polyattn.choice import choose, current_wishes
-from polyattn.errors import InvalidProblem
-from polyattn.layer import AttentionBackend, backend_class
+from polyattn.errors import InvalidProblem, UnknownBackend
+from polyattn.layer import AttentionBackend, backend_class, checked_size
 from polyattn.platforms import platform_of
 from polyattn.problem import Problem
 from polyattn.registry import registry
 from polyattn.requests import Request
+from polyattn.selection import Accepted, Decision, Rejected, Selection, Source
+from polyattn.spelling import is_of_the_field, spelt
 
 __all__ = [
+    "NO_REQUEST",
     "AttentionBackendEnum",
     "backend_name_to_enum",
+    "explain_attn_backend",
     "forced_attn_backend",
     "get_attn_backend",
     "get_env_variable_attn_backend",
@@ -48,14 +55,33 @@ class AttentionBackendEnum(Enum):
     TORCH_SDPA = "torch_sdpa"
 
 
+class _NoRequest(Enum):
+    """The type of `NO_REQUEST`."""
+
+    NO_REQUEST = "no request"
+
+
+NO_REQUEST: Final = _NoRequest.NO_REQUEST
+"""The caller of `get_attn_backend` has no opinion; what is asked for around it counts."""
+
+
 forced_attn_backend: AttentionBackendEnum | str | None
-"""What is forced now, or None: always the truth, since reading it asks."""
+"""What is forced now, or None. Reading asks, so it is always the truth; assigning forces."""
 
 
-def __getattr__(name: str) -> Any:
-    if name == "forced_attn_backend":
+class _Selector(ModuleType):
+    """This module's class: a plain attribute that anybody assigns to would lie from then on."""
+
+    @property
+    def forced_attn_backend(self) -> AttentionBackendEnum | str | None:
         return get_global_forced_attn_backend()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    @forced_attn_backend.setter
+    def forced_attn_backend(self, attn_backend: AttentionBackendEnum | str | None) -> None:
+        global_force_attn_backend(attn_backend)
+
+
+sys.modules[__name__].__class__ = _Selector
 
 
 def backend_name_to_enum(backend_name: str) -> AttentionBackendEnum | None:
@@ -100,7 +126,7 @@ def global_force_attn_backend(attn_backend: AttentionBackendEnum | str | None) -
         scopes.set_forced(None)
         return
     registry.expand(attn_backend, asked_by="global_force_attn_backend")
-    scopes.set_forced(str(getattr(attn_backend, "value", attn_backend)).strip().lower())
+    scopes.set_forced(spelt(attn_backend))
 
 
 @contextmanager
@@ -125,13 +151,22 @@ def global_force_attn_backend_context_manager(
 def get_attn_backend(
     head_size: int,
     dtype: Any,
-    supported_attention_backends: Iterable[AttentionBackendEnum | str] | None = None,
+    supported_attention_backends: Iterable[Any] | None = None,
+    default_backend: Any = None,
+    requested: Any = NO_REQUEST,
 ) -> type[AttentionBackend]:
     """Return the backend for a layer as a class with its impl, metadata and builder classes.
 
-    `head_size`: head dim; `dtype`: of query, key and value; `supported_attention_backends`: what
-    the layer can use, any iterable. What is forced, scoped or named by ``POLYATTN_BACKEND`` is
-    obeyed, within the layer's list, or :class:`~polyattn.errors.Unsupported` says why not.
+    `head_size`: head dim; `dtype`: of query, key and value. `supported_attention_backends`: what
+    the layer can use, any iterable; names of other code bases that no backend here answers to
+    count for nothing. `requested`: the caller's own request, a name or several in order, stronger
+    than scopes and ``POLYATTN_BACKEND``; None means automatic, whatever those say. What is forced,
+    requested, scoped or named by ``POLYATTN_BACKEND`` is obeyed, within the layer's list, or
+    :class:`~polyattn.errors.Unsupported` says why not. `default_backend`: what the layer prefers
+    where nothing is asked for; passed over if it cannot run.
+
+    The choice is made for a plain call. A call that the chosen one cannot run (with a mask, say)
+    goes to the next that was asked for or, if nothing was, that the layer can use.
 
     >>> import torch
     >>> backend = get_attn_backend(64, torch.float32, ["SDPA_MATH"])
@@ -142,19 +177,105 @@ def get_attn_backend(
     >>> impl.forward(q, q, q, backend.get_builder_cls()().build()).shape
     torch.Size([1, 16, 4, 64])
     """
-    if isinstance(head_size, bool) or not isinstance(head_size, int) or head_size < 1:
-        raise InvalidProblem(f"got head_size={head_size!r}, expected an integer >= 1.")
-    layer = None
-    if supported_attention_backends is not None:
-        layer = frozenset(Request.make(supported_attention_backends).names)
+    selection, others = _selected(
+        head_size, dtype, supported_attention_backends, default_backend, requested
+    )
+    return backend_class(selection.backend, *others)
+
+
+def explain_attn_backend(
+    head_size: int,
+    dtype: Any,
+    supported_attention_backends: Iterable[Any] | None = None,
+    default_backend: Any = None,
+    requested: Any = NO_REQUEST,
+) -> Selection:
+    """Say what `get_attn_backend` chooses, and what was decided of every other one and why.
+
+    >>> import torch
+    >>> choice = explain_attn_backend(64, torch.float32, default_backend="FLASH_ATTN")
+    >>> print(choice.decisions["flash_attn"])
+    backend: got flash_attn, takes a registered name
+    """
+    return _selected(head_size, dtype, supported_attention_backends, default_backend, requested)[0]
+
+
+def _selected(
+    head_size: int, dtype: Any, supported: Iterable[Any] | None, default: Any, requested: Any
+) -> tuple[Selection, list[str]]:
+    """Return the choice, and what runs the calls that it cannot."""
+    layer = _layer(supported)
+    preferred = _expand(default, "default_backend")
     device, arch = platform_of("torch").present_device()
     problem = Problem(
-        batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8, head_dim=head_size,
-        dtype=str(dtype).rpartition(".")[2], device=device, arch=arch,
+        batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8,
+        head_dim=checked_size("head_size", head_size), dtype=str(dtype).rpartition(".")[2],
+        device=device, arch=arch,
     )  # fmt: skip
-    return _class(choose(problem, current_wishes(None, layer)).backend)
+    call = None if requested is NO_REQUEST else requested
+    wishes = current_wishes(call, layer)
+    if requested is None:
+        scope = replace(wishes.scope, names=())
+        wishes = replace(wishes, scope=scope, module=Request(), env=Request())
+    selection = choose(problem, wishes)
+    if not selection.source.is_request:
+        selection = _preferring(selection, preferred)
+    return selection, _others(problem, selection, wishes)
 
 
-@functools.lru_cache(maxsize=256)
-def _class(name: str) -> type[AttentionBackend]:
-    return backend_class(name)
+def _others(problem: Problem, selection: Selection, wishes: Any) -> list[str]:
+    """Return what may run the calls that the chosen backend cannot, in order."""
+    asked = selection.source.is_request
+    allowed = wishes.ordered()[0][1].names if asked else registry.names(problem.framework)
+    found = []
+    for name in allowed:
+        decision = selection.decisions.get(name)
+        barred = decision is None or (
+            isinstance(decision, Rejected)
+            and any(reason.fact in ("layer", "scope") for reason in decision.reasons)
+        )
+        backend = registry.get(name, problem.framework)
+        exact = backend.capabilities_for(problem.device).exactness == "exact"
+        if name != selection.backend and not barred and (asked or exact):
+            found.append(name)
+    return found
+
+
+def _layer(supported: Iterable[Any] | None) -> frozenset[str] | None:
+    """Return what a layer can use; raise if that is nothing here, or for misspelt names."""
+    if supported is None:
+        return None
+    listed = [supported] if isinstance(supported, (str, Enum)) else list(supported)
+    here = registry.names()
+    found = [n for name in listed for n in _expand(name, "supported_attention_backends")]
+    names = frozenset(n for n in found if n in here)
+    if listed and not names:
+        registry.expand(listed[0], asked_by="supported_attention_backends")
+    return names
+
+
+def _expand(name: Any, asked_by: str) -> tuple[str, ...]:
+    """Return what `name` stands for; a name that only other code bases know stands for itself."""
+    if name is None:
+        return ()
+    try:
+        return registry.expand(name, asked_by=asked_by)
+    except UnknownBackend:
+        if not is_of_the_field(name):
+            raise
+        return (spelt(name),)
+
+
+def _preferring(selection: Selection, preferred: tuple[str, ...]) -> Selection:
+    """Return the automatic choice, or the layer's default where it can run."""
+    decisions: dict[str, Decision] = dict(selection.decisions)
+    for name in preferred:
+        decision = decisions.setdefault(
+            name, Rejected((Reason("backend", name, "a registered name"),))
+        )
+        if isinstance(decision, Accepted):
+            return replace(
+                selection, backend=name, source=Source.HEURISTIC, config={},
+                decisions=decisions, reason="the layer's default_backend", version=decision.detail,
+            )  # fmt: skip
+    return replace(selection, decisions=decisions)
