@@ -34,7 +34,10 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Wishes:
-    """Everything that is asked for at one call."""
+    """Everything that is asked for at one call.
+
+    `left`: the kernels that the framework's own switches leave to an automatic choice; None: all.
+    """
 
     forced: Request = field(default_factory=Request)
     call: Request = field(default_factory=Request)
@@ -42,6 +45,7 @@ class Wishes:
     module: Request = field(default_factory=Request)
     env: Request = field(default_factory=Request)
     layer: frozenset[str] | None = None
+    left: frozenset[str] | None = None
     on_unsupported: str = "error"
 
     def ordered(self) -> tuple[tuple[Source, Request], ...]:
@@ -138,7 +142,7 @@ def select(
         for name, backend in backends.items()
     }
     if active is None:
-        return _automatic(problem, decisions, backends, tuned)
+        return _automatic(problem, _within(wishes.left, decisions), backends, tuned)
     source, request = active
     decisions |= _of_other_frameworks(problem, request.names, decisions, registry)
     overridden = {str(s): ", ".join(r.names) for s, r in requests[1:]}
@@ -154,12 +158,33 @@ def select(
     refusal = _refusal(problem, source, request, decisions)
     if policy == "error":
         raise Unsupported(refusal, decisions)
+    decisions = _within(wishes.left, decisions)
     chosen = _automatic(problem, decisions, backends, tuned)
     fallback = f"{source} asked for {', '.join(request.names)}, which cannot run it"
     return Selection(
         chosen.backend, chosen.source, chosen.config, decisions, overridden, chosen.reason,
         chosen.version, fallback, problem,
     )  # fmt: skip
+
+
+def _within(left: frozenset[str] | None, decisions: dict[str, Decision]) -> dict[str, Decision]:
+    """Keep an automatic choice to the kernels that torch's own switches leave.
+
+    A program that turns kernels off, as ``torch.nn.attention.sdpa_kernel`` does, has said what is
+    to run: what is left, and nothing else.
+    """
+    if left is None:
+        return decisions
+    why = Reason(
+        "switches", "torch's own switches set", " or ".join(sorted(left)) or "none",
+        "leave sdpa_kernel(...), see torch.backends.cuda.enable_*_sdp, or ask for a backend",
+    )  # fmt: skip
+    return {
+        name: decision
+        if name in left
+        else Rejected((why, *(decision.reasons if isinstance(decision, Rejected) else ())))
+        for name, decision in decisions.items()
+    }
 
 
 def _of_other_frameworks(

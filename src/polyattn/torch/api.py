@@ -83,7 +83,7 @@ def attention(
     """
     if is_dynamo_compiling():
         return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
-                                layout, return_lse, deterministic, backend, None)  # fmt: skip
+                                layout, return_lse, deterministic, backend)  # fmt: skip
     held = run = operator = None
     try:
         if query.is_nested or key.is_nested or value.is_nested:  # which no check can take

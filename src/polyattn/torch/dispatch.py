@@ -100,16 +100,8 @@ def resolve(way: Way, q: Any, k: Any, v: Any, backend: Any) -> tuple[Plan, Call]
 
 
 def wishes_here(backend: Any = None, layer: frozenset[str] | None = None) -> Wishes:
-    """Gather what is asked for here; torch's own switches count where polyattn is asked nothing.
-
-    A program that turns torch's kernels off, as ``torch.nn.attention.sdpa_kernel`` does, has said
-    what is to run: the kernels that are left, and nothing else.
-    """
-    wanted = current_wishes(backend, layer)
-    left = None if wanted.ordered() else switched_on()
-    if left is None:
-        return wanted
-    return replace(wanted, layer=left if layer is None else left & layer)
+    """Gather what is asked for here, and what torch's own switches leave to choose from."""
+    return replace(current_wishes(backend, layer), left=switched_on())
 
 
 def switched_on() -> frozenset[str] | None:
@@ -133,7 +125,7 @@ def _entry(
         wanted = Wishes(
             call=wanted.call,
             env=wanted.env,
-            layer=wanted.layer,
+            left=wanted.left,
             on_unsupported=wanted.on_unsupported,
         )
     return _remember(way, plan_for(call.problem, wanted), call, key, q, k, v, epoch)

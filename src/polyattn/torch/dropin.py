@@ -265,7 +265,7 @@ def _traced(
     options = _options(attn_mask, dropout_p, is_causal, scale)
     out = traced.attention(
         q, k, v, options["mask"], options["bias"], scale, None, None, dropout_p, "BNTH", False,
-        None, None, None,
+        None, None,
     )  # fmt: skip
     if len(lead) == 1:
         return out

@@ -23,6 +23,7 @@ from polyattn.admission import admit as admit_call
 from polyattn.choice import Plan, plan_for, wishes
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
+from polyattn.torch.cache import switches
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
@@ -45,7 +46,6 @@ _state, _local = scopes.state, scopes.local
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
     dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
-    layer: tuple[str, ...] | None,
 ) -> Any:  # fmt: skip
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
     cast = None
@@ -55,7 +55,7 @@ def attention(
     scope = _state.scope
     asked = (
         *numbers, layout, return_lse, deterministic, cast, backend,
-        None if scope is _state else scope, _local.traced, _local.module, layer, _state.epoch,
+        None if scope is _state else scope, _local.traced, _local.module, _state.epoch,
     )  # fmt: skip
     sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, False)
     number = -1 if model is None else _resolve(model, asked, False)
@@ -64,7 +64,7 @@ def attention(
         number = _resolve(model, asked, True)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0:
+    if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0 or sizes[3] == 0:
         return answer_empty(layout, return_lse, q, k, v, sinks, bias)
     if simple is not None:
         simple = bind_mask(simple, q.device)
@@ -119,7 +119,8 @@ def _resolve(model: Any, asked: Any, strict: bool) -> int:
     """
     _define_note()
     key: Any = (
-        model, asked, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+        model, asked, switches(), torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     try:
         known = _numbers.get(key)
@@ -146,7 +147,7 @@ _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _planned(model: Any, asked: Any) -> int:
     q, k, v, mask, bias, sinks = model
     (scale, softcap, dropout_p, layout, return_lse, deterministic, cast, backend, scope, traced,
-     module, layer, _) = asked  # fmt: skip
+     module, _) = asked  # fmt: skip
     problem = admit_call(
         facts_of(q), facts_of(k), facts_of(v), front=_Constants(cast), mask=mask_of(mask),
         bias=mask_of(bias), scale=from_text(scale), softcap=from_text(softcap),
@@ -154,12 +155,8 @@ def _planned(model: Any, asked: Any) -> int:
         layout=layout, return_lse=return_lse, deterministic=deterministic, is_simple=True,
     ).problem  # fmt: skip
     wanted = wishes(backend, None, traced if traced is not None else scope, module)
-    if not wanted.ordered():  # read while tracing, as torch's own function does
-        left = switched_on()
-        if layer is not None:
-            left = frozenset(layer) if left is None else left & frozenset(layer)
-        wanted = replace(wanted, layer=left)
-    plan = plan_for(problem, wanted)
+    # the switches are read while tracing, as torch's own function does
+    plan = plan_for(problem, replace(wanted, left=switched_on()))
     with scopes.lock:
         number = next(_counter)
         _plans[number] = plan
