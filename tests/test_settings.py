@@ -76,7 +76,7 @@ def test_a_change_of_any_variable_is_seen(variable: str, monkeypatch: pytest.Mon
     monkeypatch.delenv(variable, raising=False)
     unset = settings.current()
     other = {"_ON_UNSUPPORTED": "fallback", "_TUNING": "off", "_PLUGINS": "off"}
-    other |= {"_NATIVE_ISA": "generic", "_TRACE_STEPS": "3"}
+    other |= {"_NATIVE_ISA": "generic", "_TRACE_STEPS": "3", "_TRACE_INPUTS": "0"}
     monkeypatch.setenv(variable, other.get(variable.removeprefix("POLYATTN"), "1"))
     assert settings.current() != unset
     monkeypatch.delenv(variable)

@@ -244,7 +244,11 @@ class Table:
         row = None if key is None else self.rows.get(key)
         if row is None:
             return None
-        alike = row.by_shapes.get((q.shape, k.shape, v.shape), ())
+        try:
+            shapes = q.shape, k.shape, v.shape
+        except (AttributeError, RuntimeError):  # no tensors, or nested ones
+            return None
+        alike = row.by_shapes.get(shapes, ())
         return next((entry for entry in alike if entry.check(q, k, v)), None)
 
     def add(
