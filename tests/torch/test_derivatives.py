@@ -336,6 +336,18 @@ def test_compiled_function_transforms(transform: Any, way: Any) -> None:
     alike(compiled(q), transform(total(formula, k, v))(q))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_forward_mode(backend: str) -> None:
+    q, k, v = short_arrays()
+
+    def along(q: Tensor) -> Any:
+        with forward_ad.dual_level():
+            out = by_name(forward_ad.make_dual(q, q.sin()), k, v)
+            return forward_ad.unpack_dual(out).tangent
+
+    alike(torch.compile(along, fullgraph=True, backend=backend)(q), along(q))
+
+
 def test_hessians_by_function_transforms() -> None:
     q, k, v = short_arrays()
     exact = torch.func.hessian(total(formula, k, v))(q)

@@ -190,7 +190,7 @@ for _operator, _function, _defined in (
     (native_attention, _Attention, _defined_attention),
     (native_attention_backward, _Gradients, _defined_gradients),
 ):
-    _name = f"polyattn::{_operator._opname}"  # type: ignore[attr-defined]
+    _name = f"polyattn::{_operator._opname}"  # type: ignore[union-attr]
     _library.impl(
         _name, _differentiated(_operator, _function, _defined), "Autograd", with_keyset=True
     )

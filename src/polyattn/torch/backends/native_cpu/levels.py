@@ -22,7 +22,7 @@ from torch._C import (
     _vmapmode_increment_nesting,
 )
 from torch._C._functorch import is_legacy_batchedtensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch import autograd_function as _functions
 from torch.autograd import forward_ad
 
 __all__ = [
@@ -62,13 +62,23 @@ def trains(args: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and _any_requires_grad(*args)
 
 
+_moves_in_graphs = False
+
+
 def moves(args: Iterable[Any]) -> bool:
     """Say whether forward mode comes with one of the arguments, at this level."""
+    global _moves_in_graphs
+    # asking a tensor for its tangent costs 5 us. Graphs run without what is_watched looks at, but
+    # they were traced, where tangents are seen on fake tensors
+    if not _is_fwd_grad_enabled() or not (is_watched() or _moves_in_graphs):
+        return False
     # level 0, the only one: the number that unpack_dual takes by default is not set in graphs
-    return _is_fwd_grad_enabled() and any(
+    found = any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x, level=0).tangent is not None
         for x in args
     )
+    _moves_in_graphs = _moves_in_graphs or (found and _len_torch_dispatch_stack() > 0)
+    return found
 
 
 def differentiates(args: Iterable[Any]) -> bool:
@@ -81,7 +91,7 @@ def apply_here(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     `Function.apply` would hand it to all levels, of which the operator sees one at a time.
     """
-    with enable_single_level_autograd_function():
+    with _functions.enable_single_level_autograd_function():  # type: ignore[attr-defined]
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
