@@ -181,8 +181,13 @@ def block_bits(mask: BlockMap, kv_len: int) -> Tensor:
 
 def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
     """Return the dense mask; small ones that the lengths determine are kept."""
-    # under a compiler or a dispatch mode (fake tensors, tracing) tensors are that mode's own
-    modes = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()
+    # under a compiler, a dispatch mode (fake tensors, tracing) or a function transform tensors are
+    # its own
+    modes = (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
     if modes or not mask.is_static:
         return Visible(materialise(mask, dims, device), dims)
     key = (mask.signature, dims, device)

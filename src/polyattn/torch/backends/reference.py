@@ -20,6 +20,7 @@ from polyattn.errors import InvalidProblem
 from polyattn.problem import Problem
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.masking import Dims, dense_bias, visible
+from polyattn.torch.nonfinite import spread_values
 
 __all__ = ["load", "reference_attention"]
 
@@ -115,7 +116,7 @@ def reference_attention(
         weights = torch.nn.functional.dropout(weights, problem.dropout_p)
     grouped = weights.unflatten(1, (-1, groups)) if groups else weights.unsqueeze(2)
     out = (grouped @ v.unsqueeze(2)).flatten(1, 2)
-    out = _contaminate(out, bad_v, allowed.expand(*shape, k_len), groups)
+    out = spread_values(out, bad_v, allowed.expand(*shape, k_len), groups)
     return from_bnth(out, problem.layout), lse_from_bnt(lse, problem.layout)
 
 
@@ -144,13 +145,3 @@ def _softmax(
     total = torch.where(nothing, 1, total)
     lse = torch.where(nothing, float("-inf"), total.log() + peak)
     return torch.exp(scores - peak) / total, lse.squeeze(-1)
-
-
-def _contaminate(out: Tensor, v: Tensor, allowed: Tensor, groups: int) -> Tensor:
-    """Let a non-finite value reach the rows that attend to it, and only those."""
-    kinds = torch.cat([v.isnan(), v == float("inf"), v == float("-inf")], -1)
-    seen = allowed.unflatten(1, (-1, groups)).to(out.dtype) @ kinds.unsqueeze(2).to(out.dtype)
-    nan, high, low = (seen.flatten(1, 2) > 0).chunk(3, -1)
-    out = torch.where(high, float("inf"), out)
-    out = torch.where(low, float("-inf"), out)
-    return torch.where(nan | (high & low), float("nan"), out)

@@ -13,23 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 
 from polyattn.biases import Alibi
 from polyattn.native import module
 from polyattn.problem import Problem
 from polyattn.torch.backends.native_cpu.arguments import DTYPES, program_of, terms_of
-from polyattn.torch.backends.native_cpu.autograd import attend, transform
+from polyattn.torch.backends.native_cpu.autograd import attend
 from polyattn.torch.backends.native_cpu.calls import Constants, Extras, forward
+from polyattn.torch.backends.native_cpu.levels import PLAIN, WATCHERS, is_watched
 from polyattn.torch.backends.native_cpu.operator import native_attention
 from polyattn.torch.backends.native_cpu.paged import paged_kernel
 
 __all__ = ["load"]
 
 Kernel = Callable[..., Any]
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-_WATCHERS = _are_functorch_transforms_active, _len_torch_dispatch_stack, _get_tracing_state
 _STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})  # masks without arrays
 
 
@@ -59,7 +57,7 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
 def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Kernel:
     """The way through the operators, which compilers trace, and through function transforms."""
     lse_too, layout, operator = problem.lse, constants.layout, native_attention
-    traced, unfused = problem.compiled, _is_unfused_in_torch(problem)
+    unfused = _is_unfused_in_torch(problem)
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -68,13 +66,9 @@ def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Ke
         if trains and _wants_wide(dtype, dense, sinks):
             q, k, v = q.float(), k.float(), v.float()
         codes, arrays = program_of(mask, q, k, layout)
-        if not traced and (_are_functorch_transforms_active() or forward_ad._current_level >= 0):
-            extras = Extras(dense, slopes, sinks, codes, arrays)
-            out, lse = transform(q, k, v, extras, constants)
-        else:
-            out, lse = operator(
-                q, k, v, dense, slopes, sinks, list(codes), arrays, *constants, lse_too or trains
-            )
+        out, lse = operator(
+            q, k, v, dense, slopes, sinks, list(codes), arrays, *constants, lse_too or trains
+        )
         out = out.to(dtype)
         out = out.contiguous() if unfused else out
         return (out, lse) if lse_too else out
@@ -91,7 +85,7 @@ def _eager_kernel(problem: Problem, constants: Constants, trains: bool, careful:
     ) -> Any:
         dense, slopes = _split(bias)
         arrays_given = (q, k, v, dense, slopes, sinks)
-        if _is_watched() or not all(type(x) in _PLAIN for x in arrays_given):
+        if is_watched() or not all(type(x) in PLAIN for x in arrays_given):
             return careful(q, k, v, mask, bias, sinks)
         codes, arrays = program_of(mask, q, k, layout)
         extras, dtype = Extras(dense, slopes, sinks, codes, arrays), q.dtype
@@ -125,16 +119,6 @@ def _wants_wide(dtype: torch.dtype, bias: Tensor | None, sinks: Tensor | None) -
     )
 
 
-def _is_watched() -> bool:
-    """Say whether something has to see what is done with plain tensors."""
-    return (
-        _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack() > 0
-        or _get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
-
-
 def _split(bias: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return the dense bias and the slopes of Alibi, of which one is None."""
     if bias is None:
@@ -164,11 +148,11 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
 
 def _rows_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -> Kernel:
     """The bare kernel for (B, T, N, H)."""
-    run, threads, plain = module.load().forward, torch.get_num_threads, _PLAIN
+    run, threads, plain = module.load().forward, torch.get_num_threads, PLAIN
     isa, code, sizes, scale, softcap = fixed
     b, n, t, width = problem.batch, problem.heads, problem.q_len, problem.value_dim
     shape, batch, row, masked = (b, t, n, width), t * n * width, n * width, problem.mask is not None
-    functorch, modes, tracing = _WATCHERS  # in cells: quicker than globals
+    functorch, modes, tracing = WATCHERS  # in cells: quicker than globals
     empty_like, alike = torch.empty_like, width == problem.head_dim
 
     def kernel(
@@ -198,12 +182,12 @@ def _rows_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -
 
 def _heads_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -> Kernel:
     """The bare kernel for (B, N, T, H); the output lies as the queries do, see `empty_out`."""
-    run, threads, plain = module.load().forward, torch.get_num_threads, _PLAIN
+    run, threads, plain = module.load().forward, torch.get_num_threads, PLAIN
     isa, code, sizes, scale, softcap = fixed
     b, n, t, width = problem.batch, problem.heads, problem.q_len, problem.value_dim
     masked, alike = problem.mask is not None, width == problem.head_dim
     shape, usual = (b, n, t, width), (n * t * width, t * width, width, 1)
-    functorch, modes, tracing = _WATCHERS
+    functorch, modes, tracing = WATCHERS
     empty_like = torch.empty_like
 
     def kernel(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import InvalidProblem
+from polyattn.errors import InvalidProblem, Unsupported
 from polyattn.masks import Causal, Mask
 from polyattn.native import module
 from polyattn.native.program import KV_LIMIT, encode
@@ -31,6 +31,7 @@ from polyattn.torch.backends.native_cpu.calls import (
     empty_like_rows,
     empty_lse,
 )
+from polyattn.torch.backends.native_cpu.levels import differentiates
 
 __all__ = ["paged_kernel"]
 
@@ -43,6 +44,12 @@ def paged_kernel(problem: Problem, constants: Constants) -> Callable[..., Any]:
         q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any,
         pages: tuple[Tensor, Tensor],
     ) -> Any:  # fmt: skip
+        if differentiates((q, k, v, sinks)):
+            raise Unsupported(
+                "got paged keys on native_cpu under forward-mode differentiation or a function "
+                "transform (torch.func), expected a plain call; ask for backend='reference', which "
+                "gathers the keys."
+            )
         table, lengths = (x.to(torch.int64).contiguous() for x in pages)
         out, lse = call(dense_rows(q), dense_rows(k), dense_rows(v), mask, sinks, table, lengths)
         return (out, lse) if problem.lse else out
