@@ -1,6 +1,6 @@
 // check(): ordinary calls of each kind are accepted; each way to spoil one is refused by its name.
 //
-// Build from: check_test.cpp and all of ../src except binding.cpp.
+// Build from: check_test.cpp, ../src/check.cpp and ../src/reach.cpp.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -66,8 +66,8 @@ Arguments paged() {
   Arguments a = plain();
   a.kv_len = 20;
   a.pages = {table, 3, 8, 10, {6 * 8}};
-  a.k.extent = {10 * 2 * 7 * 8 * 4};
-  a.v.extent = {10 * 2 * 7 * 16 * 4};
+  a.k.extent = {(9 * 2 * 7 * 8 + 8 * 2 * 8) * 4};  // the last row of the last page
+  a.v.extent = {(9 * 2 * 7 * 16 + 8 * 2 * 16) * 4};
   a.term[0].kind = TermKind::kv_limit;
   a.term[0].lengths = lengths;
   a.term[0].extent = {2 * 8};
@@ -307,7 +307,7 @@ void packs_and_pages() {
   static const int64_t falling[] = {0, 8, 7}, late[] = {1, 2, 7};
   refuse("decrease", packed(), [](Arguments& a) { a.cu_kv = falling; });
   refuse("first packed", packed(), [](Arguments& a) { a.cu_kv = late; });
-  refuse("paged keys", packed(), [](Arguments& a) { a.pages = {table, 3, 8, 10}; });
+  refuse("paged keys", packed(), [](Arguments& a) { a.pages = {table, 3, 8, 10, {}}; });
   refuse("entry", paged(), [](Arguments& a) { a.terms = 0; });
   refuse("entry", paged(), [](Arguments& a) { a.pages.count = 3; });
   refuse("entry", paged(), [](Arguments& a) {  // "or" lifts the lengths
@@ -325,7 +325,7 @@ void additions() {
   refuse("bias dtype", with_bias(), [](Arguments& a) { a.bias.dtype = static_cast<DType>(7); });
   refuse("bias's pointer", with_bias(), [](Arguments& a) { a.bias.data = shifted(1); });
   refuse("bias's strides", with_bias(), [](Arguments& a) { a.bias.head = kSmallest; });
-  refuse("slopes", plain(), [](Arguments& a) { a.slopes = {numbers, kLargest, 1}; });
+  refuse("slopes", plain(), [](Arguments& a) { a.slopes = {numbers, kLargest, 1, {}}; });
   refuse("sinks", plain(), [](Arguments& a) { a.sinks = numbers; });
   refuse("sinks", plain(), [](Arguments& a) {
     a.sinks = numbers;

@@ -1,7 +1,7 @@
 // Hostile values in the parameter struct: what check() accepts must run without leaving its arrays,
 // and check() itself must not leave those that it reads.
 //
-// Build from: fuzz_arguments.cpp and all of ../src except binding.cpp, with the address and
+// Build from: fuzz_arguments.cpp and CMake's library polyattn_kernels, with the address and
 // undefined-behaviour sanitizers, and either Clang's -fsanitize=fuzzer or fuzz_main.cpp.
 //
 // An input first makes an ordinary small call, then overwrites up to three of its integers. Half of
