@@ -301,6 +301,7 @@ class Call {
     if (term.kind != TermKind::blocks && term.kind != TermKind::dense) return true;
     int64_t rows = a_.q_len, columns = a_.kv_len;
     if (term.kind == TermKind::blocks) {
+      if (term.block_q < 1 || term.block_k < 1) return false;
       rows = rows / term.block_q + (rows % term.block_q != 0);
       columns = columns / term.block_k + (columns % term.block_k != 0);
     }
