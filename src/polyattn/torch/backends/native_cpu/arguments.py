@@ -51,8 +51,9 @@ def _address_reader() -> Callable[[Tensor], int]:
 
     torch before 2.13 has that by a private name only; where it lacks too, such tensors are copied.
     """
-    public: Callable[[Tensor], int] | None = getattr(Tensor, "const_data_ptr", None)
-    return public or getattr(torch._C, "_data_address", Tensor.data_ptr)
+    private = getattr(torch._C, "_data_address", Tensor.data_ptr)
+    reader: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", private)
+    return reader
 
 
 _address = _address_reader()
@@ -60,7 +61,7 @@ _address = _address_reader()
 
 def memory(x: Tensor) -> tuple[int, int]:
     """Return the address of the first entry, and how many bytes the storage has from there on."""
-    here = x.storage_offset() * x.element_size()
+    here = int(x.storage_offset()) * x.element_size()
     return _address(x), max(x.untyped_storage().nbytes() - here, 0)
 
 

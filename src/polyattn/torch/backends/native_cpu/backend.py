@@ -22,12 +22,7 @@ from polyattn.native import module
 from polyattn.problem import Problem
 from polyattn.torch.backends.native_cpu.arguments import DTYPES, program_of, terms_of
 from polyattn.torch.backends.native_cpu.autograd import attend, transform
-from polyattn.torch.backends.native_cpu.calls import (
-    Constants,
-    Extras,
-    empty_like_rows,
-    forward,
-)
+from polyattn.torch.backends.native_cpu.calls import Constants, Extras, forward
 from polyattn.torch.backends.native_cpu.operator import native_attention
 from polyattn.torch.backends.native_cpu.paged import paged_kernel
 
@@ -36,7 +31,7 @@ __all__ = ["load"]
 Kernel = Callable[..., Any]
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _WATCHERS = _are_functorch_transforms_active, _len_torch_dispatch_stack, _get_tracing_state
-_is_lazy_copy = torch._C._is_cow_tensor
+_is_lazy_copy: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """How C reads a tensor without a Python call. It would copy what is to be copied on write only."""
 
@@ -159,6 +154,8 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     functorch, modes, tracing = _WATCHERS  # in cells: quicker than globals
     raw, variable, isa_index = settings.raw, settings.NATIVE_ISA, module.isa_index
     lazy, empty_like, exchange = _is_lazy_copy, torch.empty_like, EXCHANGE
+    turned = p.batch, p.q_len, p.heads, p.value_dim
+    shape = turned if rows_first else (p.batch, p.heads, p.q_len, p.value_dim)
     terms: Any = None if masked else ()  # of the mask; without arrays, so always the same
 
     def kernel(
@@ -174,12 +171,14 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
             return careful(q, k, v, mask, bias, sinks)
         if terms is None:
             terms = terms_of(program_of(mask, q, k, layout)[0], (), layout)[0]
-        # empty_like is the quicker of the two, and for contiguous tensors the same
-        out = (
-            empty_like(q)
-            if alike and q.is_contiguous()
-            else empty_like_rows(q, p.value_dim, layout)
-        )
+        # as calls.empty_like_rows does it, without a call and with the quickest way that serves
+        if alike and q.is_contiguous():
+            out = empty_like(q)
+        elif rows_first:
+            out = q.new_empty(shape)
+        else:
+            _, head, row, _ = q.stride()
+            out = q.new_empty(turned).transpose(1, 2) if head < row else q.new_empty(shape)
         isa = place if raw(variable) is asked else isa_index()
         try:
             run(
