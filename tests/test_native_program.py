@@ -57,8 +57,8 @@ class Arrays:
         array = np.asarray(payload)
         return array.reshape((1,) * (4 - array.ndim) + array.shape).view(np.uint8)
 
-    def pointer(self, array):
-        return array.ctypes.data
+    def memory(self, array):
+        return array.ctypes.data, array.nbytes
 
     def strides(self, array):
         return [step // array.itemsize for step in array.strides]
@@ -80,11 +80,13 @@ def asked(term, b, n, t, j, q_len, kv_len):
     if kind in (KV_LIMIT, Q_LIMIT):
         return (j if kind == KV_LIMIT else t) < entry(rest[0], b, long)
     if kind == SEGMENTS:
-        q_ids, q_step, kv_ids, kv_step = rest
+        q_ids, q_bytes, q_step, kv_ids, kv_bytes, kv_step = rest
+        assert b * q_step + t < q_bytes // 8 and b * kv_step + j < kv_bytes // 8
         return entry(q_ids, b * q_step + t, long) == entry(kv_ids, b * kv_step + j, long)
-    pointer, batch, head, row, column, *blocks = rest
+    pointer, size, batch, head, row, column, *blocks = rest
     t, j = (t // blocks[0], j // blocks[1]) if kind == BLOCKS else (t, j)
     assert kind in (BLOCKS, DENSE)
+    assert b * batch + n * head + t * row + j * column < size
     return bool(entry(pointer, b * batch + n * head + t * row + j * column, byte))
 
 
@@ -181,7 +183,7 @@ def test_packed_is_no_term_and_names_both_offsets() -> None:
     arrays = arrays_of(program, Arrays())
     found, packed = terms(program.codes, arrays, Arrays())
     assert len(found) == 3
-    assert [entry(pointer, 1, ctypes.c_int64) for pointer in packed] == [3, 5]
+    assert [entry(pointer, 1, ctypes.c_int64) for pointer in packed[::2]] == [3, 5]
     assert terms(*_alone(Packed([0, 7], [0, 10])))[0] == ()
 
 
@@ -213,7 +215,7 @@ def test_too_many_terms_and_too_deep_have_no_program() -> None:
 def test_a_dense_stand_in_is_read_at_any_strides() -> None:
     seen = (np.random.default_rng(0).random((S, T, 1, B)) > 0.5).transpose(3, 2, 1, 0)
     program = dense_program(seen)
-    ((kind, pointer, *steps),), _ = terms(program.codes, arrays_of(program, Arrays()), Arrays())
+    ((kind, pointer, _, *steps),), _ = terms(program.codes, arrays_of(program, Arrays()), Arrays())
     assert kind == DENSE and steps == [1, 0, B, T * B]
     assert entry(pointer, steps[2] * 3 + steps[3] * 2, ctypes.c_uint8) == seen[0, 0, 3, 2]
 

@@ -1,7 +1,7 @@
 // What a call must satisfy before a kernel may run it: no kernel checks anything by itself.
 //
-// Each function returns nullptr or the complaint. The texts are constants, so that an ordinary call
-// costs a few dozen comparisons and no allocation.
+// Each function returns nullptr or the complaint. Complaints are constants, or written when there is
+// one: an ordinary call costs a few dozen comparisons and no allocation.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "polyattn/arguments.h"
+#include "reach.h"
 
 namespace polyattn {
 namespace {
@@ -19,10 +20,6 @@ namespace {
 constexpr int64_t kMaxSize = int64_t{1} << 48;
 // OpenMP ends the process when it cannot start as many threads as it was asked for.
 constexpr int32_t kMaxThreads = 1024;
-// Holds for dimensions of size 1 too, so that a kernel may form addresses a few rows ahead.
-constexpr int64_t kMaxStride = int64_t{1} << 48;
-// Byte offsets stay far from the end of the address space's arithmetic.
-constexpr int64_t kMaxExtent = int64_t{1} << 61;
 
 int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
@@ -32,29 +29,6 @@ bool known(DType dtype) {
 
 bool aligned(const void* data, int64_t size) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) == 0;
-}
-
-struct Dimension {
-  int64_t size, stride;
-};
-
-// The elements between the first and the last one of a strided array, or -1 when a stride is not in
-// its range or they are too many.
-template <int count>
-int64_t extent(const Dimension (&dimensions)[count], int64_t row_elements) {
-  int64_t sum = row_elements;
-  for (const Dimension& dimension : dimensions) {
-    if (dimension.stride < -kMaxStride || dimension.stride > kMaxStride) return -1;
-    if (dimension.size <= 1) continue;
-    int64_t step = 0;
-    if (__builtin_mul_overflow(dimension.size - 1, std::abs(dimension.stride), &step)) return -1;
-    if (__builtin_add_overflow(sum, step, &sum)) return -1;
-  }
-  return sum;
-}
-
-bool addressable(int64_t elements, int64_t size) {
-  return elements >= 0 && elements <= kMaxExtent / size;
 }
 
 // Whether two rows of an array that is written can share elements: threads write rows in any order.
@@ -77,31 +51,32 @@ bool overlapping(Dimension (&dimensions)[3], int64_t row_elements) {
   return false;
 }
 
-struct Texts {
-  const char *missing, *misaligned, *too_large, *overlapping;
-};
-
-#define POLYATTN_TEXTS(name)                                        \
-  Texts {                                                           \
-    name " has elements but no data pointer",                       \
-    name "'s pointer is not aligned to its element size",           \
-    name "'s strides are beyond 2**48 elements or reach beyond 2**61 bytes",                     \
-    name "'s rows overlap: each written row needs its own place"    \
-  }
-
 struct Shape {
   int64_t batch, heads, rows, columns;
 };
 
-const char* check_array(const Array& array, const Shape& shape, int64_t size, bool written,
-                        const Texts& texts) {
+const char* check_array(const char* name, const Array& array, const Shape& shape, int64_t size,
+                        bool written) {
+  const bool empty = shape.batch == 0 || shape.heads == 0 || shape.rows == 0;
+  if (array.data == nullptr && !empty) {
+    return complain("%s has elements but no data pointer", name);
+  }
+  if (const char* complaint = check_reach(name,
+                                          {{shape.rows, array.row},
+                                           {shape.heads, array.head},
+                                           {shape.batch, array.batch}},
+                                          shape.columns, size, array.extent)) {
+    return complaint;
+  }
+  if (empty) return nullptr;
+  if (!aligned(array.data, size)) {
+    return complain("%s's pointer is not aligned to its element size", name);
+  }
   Dimension dimensions[] = {
       {shape.rows, array.row}, {shape.heads, array.head}, {shape.batch, array.batch}};
-  if (!addressable(extent(dimensions, shape.columns), size)) return texts.too_large;
-  if (shape.batch == 0 || shape.heads == 0 || shape.rows == 0) return nullptr;
-  if (array.data == nullptr) return texts.missing;
-  if (!aligned(array.data, size)) return texts.misaligned;
-  if (written && overlapping(dimensions, shape.columns)) return texts.overlapping;
+  if (written && overlapping(dimensions, shape.columns)) {
+    return complain("%s's rows overlap: each written row needs its own place", name);
+  }
   return nullptr;
 }
 
@@ -132,16 +107,14 @@ const char* check_sizes(const Arguments& a) {
   return nullptr;
 }
 
-const char* check_lengths(const Arguments& a, const int64_t* lengths) {
+const char* check_lengths(const Arguments& a, const Term& term) {
   if (a.batch == 0) return nullptr;
-  if (lengths == nullptr) return "a length term has no lengths";
-  if (!aligned(lengths, 8)) return "a length term's pointer is not aligned to int64";
-  return nullptr;
+  if (term.lengths == nullptr) return "a length term has no lengths";
+  if (!aligned(term.lengths, 8)) return "a length term's pointer is not aligned to int64";
+  return check_reach("a mask's lengths", {}, a.batch, 8, term.extent);
 }
 
 const char* check_segments(const Arguments& a, const Term& term) {
-  const Dimension queries[] = {{a.batch, term.q_ids_batch}};
-  const Dimension keys[] = {{a.batch, term.kv_ids_batch}};
   if (a.batch == 0) return nullptr;
   if ((a.q_len > 0 && term.q_ids == nullptr) || (a.kv_len > 0 && term.kv_ids == nullptr)) {
     return "a segments term has no ids";
@@ -149,10 +122,12 @@ const char* check_segments(const Arguments& a, const Term& term) {
   if (!aligned(term.q_ids, 8) || !aligned(term.kv_ids, 8)) {
     return "a segments term's pointer is not aligned to int64";
   }
-  if (!addressable(extent(queries, a.q_len), 8) || !addressable(extent(keys, a.kv_len), 8)) {
-    return "a segments term's strides are beyond 2**48 elements or reach beyond 2**61 bytes";
+  if (const char* complaint = check_reach("a mask's query segments", {{a.batch, term.q_ids_batch}},
+                                          a.q_len, 8, term.extent)) {
+    return complaint;
   }
-  return nullptr;
+  return check_reach("a mask's key segments", {{a.batch, term.kv_ids_batch}}, a.kv_len, 8,
+                     term.kv_extent);
 }
 
 const char* check_bytes(const Arguments& a, const Term& term) {
@@ -162,14 +137,12 @@ const char* check_bytes(const Arguments& a, const Term& term) {
     rows = rows / term.block_q + (rows % term.block_q != 0);
     columns = columns / term.block_k + (columns % term.block_k != 0);
   }
-  const Dimension dimensions[] = {
-      {a.batch, term.batch}, {a.q_heads, term.head}, {rows, term.row}, {columns, term.column}};
-  if (!addressable(extent(dimensions, 1), 1)) {
-    return "a block map's or dense mask's strides are beyond 2**48 or reach beyond 2**61 bytes";
-  }
   const bool empty = a.batch == 0 || a.q_heads == 0 || rows == 0 || columns == 0;
   if (term.bytes == nullptr && !empty) return "a block map or dense mask has no data pointer";
-  return nullptr;
+  return check_reach(
+      term.kind == TermKind::blocks ? "a block map" : "a dense mask",
+      {{a.batch, term.batch}, {a.q_heads, term.head}, {rows, term.row}, {columns, term.column}}, 1,
+      1, term.extent);
 }
 
 const char* check_term(const Arguments& a, const Term& term) {
@@ -186,7 +159,7 @@ const char* check_term(const Arguments& a, const Term& term) {
       return nullptr;
     case TermKind::kv_limit:
     case TermKind::q_limit:
-      return check_lengths(a, term.lengths);
+      return check_lengths(a, term);
     case TermKind::segments:
       return check_segments(a, term);
     case TermKind::blocks:
@@ -213,8 +186,12 @@ const char* check_program(const Arguments& a) {
   return nullptr;
 }
 
-const char* check_offsets(const int64_t* offsets, int64_t count, int64_t total) {
+const char* check_offsets(const int64_t* offsets, const Extent& extent, int64_t count,
+                          int64_t total) {
   if (!aligned(offsets, 8)) return "the packed offsets' pointer is not aligned to int64";
+  if (const char* complaint = check_reach("the packed offsets", {}, count + 1, 8, extent)) {
+    return complaint;
+  }
   if (offsets[0] != 0) return "the first packed offset must be 0";
   for (int64_t i = 0; i < count; ++i) {
     if (offsets[i + 1] < offsets[i]) return "the packed offsets must not decrease";
@@ -228,9 +205,13 @@ bool packed(const Arguments& a) { return a.cu_q != nullptr || a.cu_kv != nullptr
 const char* check_packed(const Arguments& a, Pass pass) {
   if (!packed(a)) return nullptr;
   if (a.cu_q == nullptr || a.cu_kv == nullptr) return "packed sequences need both offset arrays";
-  if (a.pages.table != nullptr) return "packed sequences with paged keys are not supported";
-  if (const char* complaint = check_offsets(a.cu_q, a.batch, a.q_len)) return complaint;
-  if (const char* complaint = check_offsets(a.cu_kv, a.batch, a.kv_len)) return complaint;
+  if (a.pages.page_size != 0) return "packed sequences with paged keys are not supported";
+  if (const char* complaint = check_offsets(a.cu_q, a.cu_q_extent, a.batch, a.q_len)) {
+    return complaint;
+  }
+  if (const char* complaint = check_offsets(a.cu_kv, a.cu_kv_extent, a.batch, a.kv_len)) {
+    return complaint;
+  }
   const char* const stride = "packed arrays need a batch stride of 0";
   for (const Array* array : {&a.q, &a.k, &a.v}) {
     if (array->batch != 0) return stride;
@@ -263,17 +244,16 @@ int64_t reachable_keys(const Arguments& a, int64_t b) {
 
 const char* check_pages(const Arguments& a, Pass pass) {
   const Pages& pages = a.pages;
-  if (pages.table == nullptr) {
-    return pages.page_size == 0 && pages.count == 0 ? nullptr : "paged keys have no page table";
-  }
+  if (pages.table == nullptr && pages.page_size == 0 && pages.count == 0) return nullptr;
   if (pass == Pass::backward) return "paged keys have no backward pass";
   if (pages.page_size < 1 || pages.page_size >= kMaxSize) return "page_size must be 1 to 2**48";
   if (pages.count < 0 || pages.count >= kMaxSize) return "the page count must be 0 to 2**48";
-  if (!aligned(pages.table, 8)) return "the page table's pointer is not aligned to int64";
   const int64_t columns = a.kv_len / pages.page_size + (a.kv_len % pages.page_size != 0);
-  const Dimension dimensions[] = {{a.batch, pages.row}};
-  if (!addressable(extent(dimensions, columns), 8)) {
-    return "the page table's stride is beyond 2**48 elements or reaches beyond 2**61 bytes";
+  if (pages.table == nullptr && a.batch > 0 && columns > 0) return "paged keys have no page table";
+  if (!aligned(pages.table, 8)) return "the page table's pointer is not aligned to int64";
+  if (const char* complaint =
+          check_reach("the page table", {{a.batch, pages.row}}, columns, 8, pages.extent)) {
+    return complaint;
   }
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t keys = reachable_keys(a, b);
@@ -286,35 +266,38 @@ const char* check_pages(const Arguments& a, Pass pass) {
   return nullptr;
 }
 
-const char* check_extras(const Arguments& a) {
-  if (a.bias.data != nullptr) {
-    if (!known(a.bias.dtype)) return "the bias dtype must be 0 (float32), 1 (bf16) or 2 (f16)";
-    const int64_t size = element_size(a.bias.dtype);
-    if (!aligned(a.bias.data, size)) return "the bias's pointer is not aligned to its element size";
-    const Dimension dimensions[] = {{a.batch, a.bias.batch},
-                                    {a.q_heads, a.bias.head},
-                                    {a.q_len, a.bias.row},
-                                    {a.kv_len, a.bias.column}};
-    if (!addressable(extent(dimensions, 1), size)) {
-      return "the bias's strides are beyond 2**48 elements or reach beyond 2**61 bytes";
-    }
+const char* check_bias(const Arguments& a) {
+  if (!known(a.bias.dtype)) return "the bias dtype must be 0 (float32), 1 (bf16) or 2 (f16)";
+  const int64_t size = element_size(a.bias.dtype);
+  if (!aligned(a.bias.data, size)) return "the bias's pointer is not aligned to its element size";
+  return check_reach("the bias",
+                     {{a.batch, a.bias.batch},
+                      {a.q_heads, a.bias.head},
+                      {a.q_len, a.bias.row},
+                      {a.kv_len, a.bias.column}},
+                     1, size, a.bias.extent);
+}
+
+const char* check_sinks(const Arguments& a) {
+  if (!aligned(a.sinks, 4)) return "the sinks' pointer is not aligned to float32";
+  int64_t count = 0;
+  if (a.sink_count < 1 || __builtin_mul_overflow(a.sink_count, a.q_heads, &count) ||
+      count > kMaxExtent / 4) {
+    return "the sinks' count must be 1 or more for each query head";
   }
+  return check_reach("the sinks", {}, count, 4, a.sinks_extent);
+}
+
+const char* check_extras(const Arguments& a) {
+  const char* complaint = nullptr;
+  if (a.bias.data != nullptr && (complaint = check_bias(a))) return complaint;
   if (a.slopes.data != nullptr) {
     if (!aligned(a.slopes.data, 4)) return "the slopes' pointer is not aligned to float32";
-    const Dimension dimensions[] = {{a.batch, a.slopes.batch}, {a.q_heads, a.slopes.head}};
-    if (!addressable(extent(dimensions, 1), 4)) {
-      return "the slopes' strides are beyond 2**48 elements or reach beyond 2**61 bytes";
-    }
+    complaint = check_reach("the slopes", {{a.batch, a.slopes.batch}, {a.q_heads, a.slopes.head}},
+                            1, 4, a.slopes.extent);
+    if (complaint != nullptr) return complaint;
   }
-  if (a.sinks != nullptr) {
-    if (!aligned(a.sinks, 4)) return "the sinks' pointer is not aligned to float32";
-    int64_t count = 0;
-    if (a.sink_count < 1 || __builtin_mul_overflow(a.sink_count, a.q_heads, &count) ||
-        count > kMaxExtent / 4) {
-      return "the sinks' count must be 1 or more for each query head";
-    }
-  }
-  return nullptr;
+  return a.sinks != nullptr ? check_sinks(a) : nullptr;
 }
 
 // A dimension that dbias shares over is summed over: right only where the bias is shared too.
@@ -327,9 +310,10 @@ const char* check_dbias(const Arguments& a) {
                                   {a.q_heads, a.dbias_head},
                                   {a.batch, a.dbias_batch}};
   const int64_t bias[] = {a.bias.column, a.bias.row, a.bias.head, a.bias.batch};
-  int64_t covered = 1;
+  int64_t covered = 1, elements = 1;
   for (int i = 0; i < 4; ++i) {
     const auto [size, stride] = dimensions[i];
+    if (stride != 0 && __builtin_mul_overflow(elements, size, &elements)) elements = kMaxExtent;
     if (size <= 1) continue;
     if (stride == 0 && bias[i] != 0) return "dbias's strides may be 0 only where the bias's are";
     if (stride == 0) continue;
@@ -338,39 +322,32 @@ const char* check_dbias(const Arguments& a) {
       return "dbias's strides are beyond 2**48 elements or reach beyond 2**61 bytes";
     }
   }
-  return nullptr;
+  // A stride of 0 is one element, also where the call has none of them.
+  return check_reach("dbias", {}, elements, 4, a.dbias_extent);
 }
 
 const char* check_arrays(const Arguments& a, Pass pass) {
   const int64_t size = element_size(a.dtype), batch = packed(a) ? (a.batch > 0) : a.batch;
-  const bool paged = a.pages.table != nullptr;
+  const bool paged = a.pages.page_size != 0;
   const int64_t holders = paged ? a.pages.count : batch;
   const int64_t keys = paged && a.kv_len > 0 ? a.pages.page_size : a.kv_len;
   const Shape q{batch, a.q_heads, a.q_len, a.head_dim}, k{holders, a.kv_heads, keys, a.head_dim};
   const Shape v{holders, a.kv_heads, keys, a.value_dim};
   const Shape out{batch, a.q_heads, a.q_len, a.value_dim}, row{batch, a.q_heads, a.q_len, 1};
   const char* complaint = nullptr;
-#define POLYATTN_CHECK(name, shape, size, written)                                       \
-  {                                                                                      \
-    static constexpr Texts texts = POLYATTN_TEXTS(#name);                                \
-    if ((complaint = check_array(a.name, shape, size, written, texts))) return complaint; \
-  }
-  POLYATTN_CHECK(q, q, size, false)
-  POLYATTN_CHECK(k, k, size, false)
-  POLYATTN_CHECK(v, v, size, false)
+  if ((complaint = check_array("q", a.q, q, size, false))) return complaint;
+  if ((complaint = check_array("k", a.k, k, size, false))) return complaint;
+  if ((complaint = check_array("v", a.v, v, size, false))) return complaint;
   if (pass == Pass::forward) {
-    POLYATTN_CHECK(out, out, size, true)
-    if (a.lse.data != nullptr) POLYATTN_CHECK(lse, row, 4, true)
-    return nullptr;
+    if ((complaint = check_array("out", a.out, out, size, true))) return complaint;
+    return a.lse.data != nullptr ? check_array("lse", a.lse, row, 4, true) : nullptr;
   }
-  POLYATTN_CHECK(lse, row, 4, false)
-  POLYATTN_CHECK(dout, out, size, false)
-  POLYATTN_CHECK(delta, row, 4, false)
-  POLYATTN_CHECK(dq, q, size, true)
-  POLYATTN_CHECK(dk, k, size, true)
-  POLYATTN_CHECK(dv, v, size, true)
-#undef POLYATTN_CHECK
-  return nullptr;
+  if ((complaint = check_array("lse", a.lse, row, 4, false))) return complaint;
+  if ((complaint = check_array("dout", a.dout, out, size, false))) return complaint;
+  if ((complaint = check_array("delta", a.delta, row, 4, false))) return complaint;
+  if ((complaint = check_array("dq", a.dq, q, size, true))) return complaint;
+  if ((complaint = check_array("dk", a.dk, k, size, true))) return complaint;
+  return check_array("dv", a.dv, v, size, true);
 }
 
 }  // namespace

@@ -11,7 +11,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -179,8 +181,32 @@ struct OpenMp {
 
 OpenMp openmp;
 std::atomic<bool> openmp_found{false};
-// libgomp hangs in a child process whose parent has used it: its workers do not exist there.
-std::atomic<bool> forked{false};
+
+// Whether this process was forked, and not started anew since (a flag of the kernel's, PF_FORKNOEXEC):
+// a fork before this file was loaded is seen by nothing else.
+bool started_by_fork() {
+#if defined(__linux__)
+  constexpr unsigned long kForkedWithoutExec = 0x40;
+  char text[512];
+  std::FILE* const file = std::fopen("/proc/self/stat", "re");
+  if (file == nullptr) return false;
+  const size_t size = std::fread(text, 1, sizeof text - 1, file);
+  std::fclose(file);
+  text[size] = 0;
+  // The flags come seven fields behind the name, which may hold anything, brackets too.
+  const char* const name_end = std::strrchr(text, ')');
+  unsigned long flags = 0;
+  constexpr const char* kForm = ") %*c %*d %*d %*d %*d %*d %lu";
+  if (name_end == nullptr || std::sscanf(name_end, kForm, &flags) != 1) return false;
+  return (flags & kForkedWithoutExec) != 0;
+#else
+  return false;
+#endif
+}
+
+// libgomp hangs in a child process whose parent has used it: its workers do not exist there, and
+// nothing tells whether the parent has.
+std::atomic<bool> forked{started_by_fork()};
 
 #if defined(__linux__)
 std::atomic<uint64_t> objects_seen{0};

@@ -5,7 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "trace_classes.h"
+#include "module_parts.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 
@@ -74,7 +75,7 @@ nb::bytes TraceLines::of(const nb::list& events, const nb::list& blocks) {
     if (lines_.size() - done < kWorthReleasing) {
       done = write_until_unusual(done);
     } else {
-      const nb::gil_scoped_release released;
+      const Unlocked unlocked;
       done = write_until_unusual(done);
     }
     if (done < lines_.size()) write_unusual(lines_[done++]);

@@ -18,8 +18,8 @@
 #endif
 
 #include "dispatch.h"
+#include "module_parts.h"
 #include "statistics/statistics.h"
-#include "trace_classes.h"
 #include "trace_lines.h"
 
 namespace nb = nanobind;

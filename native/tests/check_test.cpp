@@ -1,6 +1,6 @@
 // check(): ordinary calls of each kind are accepted; each way to spoil one is refused by its name.
 //
-// Build from: check_test.cpp and all of ../src except binding.cpp.
+// Build from: check_test.cpp, ../src/check.cpp and ../src/reach.cpp.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -15,6 +15,7 @@ namespace {
 using polyattn::Arguments;
 using polyattn::Array;
 using polyattn::DType;
+using polyattn::Extent;
 using polyattn::Pass;
 using polyattn::Term;
 using polyattn::TermKind;
@@ -41,11 +42,11 @@ Arguments plain() {
   a.kv_len = 7;
   a.head_dim = 8;
   a.value_dim = 16;
-  a.q = a.dq = {anywhere, 4 * 5 * 8, 5 * 8, 8};
-  a.k = a.dk = {anywhere, 2 * 7 * 8, 8, 2 * 8};
-  a.v = a.dv = {anywhere, 2 * 7 * 16, 16, 2 * 16};
-  a.out = a.dout = {anywhere, 4 * 5 * 16, 16, 4 * 16};
-  a.lse = a.delta = {anywhere, 4 * 5, 5, 1};
+  a.q = a.dq = {anywhere, 4 * 5 * 8, 5 * 8, 8, {2 * 4 * 5 * 8 * 4}};
+  a.k = a.dk = {anywhere, 2 * 7 * 8, 8, 2 * 8, {2 * 2 * 7 * 8 * 4}};
+  a.v = a.dv = {anywhere, 2 * 7 * 16, 16, 2 * 16, {2 * 2 * 7 * 16 * 4}};
+  a.out = a.dout = {anywhere, 4 * 5 * 16, 16, 4 * 16, {2 * 4 * 5 * 16 * 4}};
+  a.lse = a.delta = {anywhere, 4 * 5, 5, 1, {2 * 4 * 5 * 4}};
   return a;
 }
 
@@ -53,6 +54,7 @@ Arguments packed() {
   Arguments a = plain();
   a.cu_q = offsets_q;
   a.cu_kv = offsets_k;
+  a.cu_q_extent = a.cu_kv_extent = {3 * 8};
   for (Array* array : {&a.q, &a.k, &a.v, &a.out, &a.lse, &a.dq, &a.dk, &a.dv, &a.dout, &a.delta}) {
     array->batch = 0;
   }
@@ -63,9 +65,12 @@ Arguments packed() {
 Arguments paged() {
   Arguments a = plain();
   a.kv_len = 20;
-  a.pages = {table, 3, 8, 10};
+  a.pages = {table, 3, 8, 10, {6 * 8}};
+  a.k.extent = {(9 * 2 * 7 * 8 + 8 * 2 * 8) * 4};  // the last row of the last page
+  a.v.extent = {(9 * 2 * 7 * 16 + 8 * 2 * 16) * 4};
   a.term[0].kind = TermKind::kv_limit;
   a.term[0].lengths = lengths;
+  a.term[0].extent = {2 * 8};
   a.terms = 1;
   return a;
 }
@@ -79,17 +84,21 @@ Arguments with_terms(std::initializer_list<TermKind> kinds) {
     term.q_ids = term.kv_ids = ids;
     term.bytes = bytes;
     term.block_q = term.block_k = 3;
+    const bool limit = kind == TermKind::q_limit || kind == TermKind::kv_limit;
+    term.extent = {kind == TermKind::segments ? 5 * 8 : limit ? 2 * 8 : 1};
+    term.kv_extent = {7 * 8};
   }
   return a;
 }
 
 Arguments with_bias() {
   Arguments a = plain();
-  a.bias = {anywhere, DType::bf16, 0, 35, 7, 1};
+  a.bias = {anywhere, DType::bf16, 0, 35, 7, 1, {4 * 35 * 2}};
   a.dbias = numbers;
   a.dbias_head = 35;
   a.dbias_row = 7;
   a.dbias_column = 1;
+  a.dbias_extent = {4 * 35 * 4};
   return a;
 }
 
@@ -138,7 +147,9 @@ void accepted() {
   accept("no batch", a, Pass::forward);
   a = plain();
   a.q.row = -8;
+  a.q.extent.before = 4 * 8 * 4;
   a.k.batch = 0;
+  a.k.extent.bytes = 2 * 7 * 8 * 4;
   accept("inputs with negative or shared strides", a);
   a = with_terms({TermKind::kv_limit});
   int64_t odd[] = {kLargest, kSmallest};
@@ -187,6 +198,81 @@ void arrays() {
   refuse("dk's rows overlap", plain(), [](Arguments& a) { a.dk.head = 0; }, Pass::backward);
 }
 
+// Every array one byte shorter than what the call reaches, then none at all.
+void memories() {
+  using Where = std::function<Extent&(Arguments&)>;
+  const auto shorter = [](const char* name, const Arguments& a, const Where& of,
+                          Pass pass = Pass::forward) {
+    const char* const held = "which are all that its memory holds";
+    accept(name, a, pass);
+    refuse(name, a, [&of](Arguments& spoilt) { of(spoilt).bytes -= 1; }, pass);
+    refuse(held, a, [&of](Arguments& spoilt) { of(spoilt) = {}; }, pass);
+  };
+  const auto of_array = [](Array Arguments::*array) {
+    return [array](Arguments& a) -> Extent& { return (a.*array).extent; };
+  };
+  shorter("q", plain(), of_array(&Arguments::q));
+  shorter("k", plain(), of_array(&Arguments::k));
+  shorter("v", plain(), of_array(&Arguments::v));
+  shorter("out", plain(), of_array(&Arguments::out));
+  shorter("lse", plain(), of_array(&Arguments::lse));
+  shorter("lse", plain(), of_array(&Arguments::lse), Pass::backward);
+  shorter("dout", plain(), of_array(&Arguments::dout), Pass::backward);
+  shorter("delta", plain(), of_array(&Arguments::delta), Pass::backward);
+  shorter("dq", plain(), of_array(&Arguments::dq), Pass::backward);
+  shorter("dk", plain(), of_array(&Arguments::dk), Pass::backward);
+  shorter("dv", plain(), of_array(&Arguments::dv), Pass::backward);
+  const auto term = [](Arguments& a) -> Extent& { return a.term[0].extent; };
+  shorter("lengths", with_terms({TermKind::kv_limit}), term);
+  shorter("lengths", with_terms({TermKind::q_limit}), term);
+  shorter("query segments", with_terms({TermKind::segments}), term);
+  shorter("key segments", with_terms({TermKind::segments}),
+          [](Arguments& a) -> Extent& { return a.term[0].kv_extent; });
+  shorter("block map", with_terms({TermKind::blocks}), term);
+  shorter("dense mask", with_terms({TermKind::dense}), term);
+  shorter("packed offsets", packed(), [](Arguments& a) -> Extent& { return a.cu_q_extent; });
+  shorter("packed offsets", packed(), [](Arguments& a) -> Extent& { return a.cu_kv_extent; });
+  shorter("page table", paged(), [](Arguments& a) -> Extent& { return a.pages.extent; });
+  shorter("bias", with_bias(), [](Arguments& a) -> Extent& { return a.bias.extent; });
+  const auto dbias = [](Arguments& a) -> Extent& { return a.dbias_extent; };
+  shorter("dbias", with_bias(), dbias, Pass::backward);
+  Arguments a = plain();
+  a.slopes = {numbers, 4, 1, {8 * 4}};
+  shorter("slopes", a, [](Arguments& b) -> Extent& { return b.slopes.extent; });
+  a = plain();
+  a.sinks = numbers;
+  a.sink_count = 2;
+  a.sinks_extent = {8 * 4};
+  shorter("sinks", a, [](Arguments& b) -> Extent& { return b.sinks_extent; });
+  refuse("q: got sizes and strides that reach elements -32 to", plain(),
+         [](Arguments& b) { b.q.row = -8; });
+  refuse("reach elements 0 to 3, expected elements 0 to 0", a, [](Arguments& b) {
+    b.sink_count = 1;  // one value, shared by four heads
+    b.sinks_extent = {4};
+  });
+}
+
+// What holds nothing needs no memory.
+void nothing() {
+  Arguments a = paged();
+  a.batch = 0;
+  a.pages.table = nullptr;
+  for (Array* array : {&a.q, &a.out, &a.lse}) array->data = nullptr;
+  a.pages.extent = {};
+  accept("a page table of no sequences", a, Pass::forward);
+  a = paged();
+  a.kv_len = 0;
+  a.pages.table = nullptr;
+  a.pages.extent = {};
+  int64_t none[] = {0, 0};
+  a.term[0].lengths = none;
+  accept("a page table without columns", a, Pass::forward);
+  a = plain();
+  a.q_len = 0;
+  for (Array* array : {&a.q, &a.out, &a.lse}) *array = {};
+  accept("no queries", a, Pass::forward);
+}
+
 void masks() {
   refuse("0 to 32 terms", plain(), [](Arguments& a) { a.terms = 33; });
   refuse("0 to 32 terms", plain(), [](Arguments& a) { a.terms = -1; });
@@ -221,7 +307,7 @@ void packs_and_pages() {
   static const int64_t falling[] = {0, 8, 7}, late[] = {1, 2, 7};
   refuse("decrease", packed(), [](Arguments& a) { a.cu_kv = falling; });
   refuse("first packed", packed(), [](Arguments& a) { a.cu_kv = late; });
-  refuse("paged keys", packed(), [](Arguments& a) { a.pages = {table, 3, 8, 10}; });
+  refuse("paged keys", packed(), [](Arguments& a) { a.pages = {table, 3, 8, 10, {}}; });
   refuse("entry", paged(), [](Arguments& a) { a.terms = 0; });
   refuse("entry", paged(), [](Arguments& a) { a.pages.count = 3; });
   refuse("entry", paged(), [](Arguments& a) {  // "or" lifts the lengths
@@ -239,7 +325,7 @@ void additions() {
   refuse("bias dtype", with_bias(), [](Arguments& a) { a.bias.dtype = static_cast<DType>(7); });
   refuse("bias's pointer", with_bias(), [](Arguments& a) { a.bias.data = shifted(1); });
   refuse("bias's strides", with_bias(), [](Arguments& a) { a.bias.head = kSmallest; });
-  refuse("slopes", plain(), [](Arguments& a) { a.slopes = {numbers, kLargest, 1}; });
+  refuse("slopes", plain(), [](Arguments& a) { a.slopes = {numbers, kLargest, 1, {}}; });
   refuse("sinks", plain(), [](Arguments& a) { a.sinks = numbers; });
   refuse("sinks", plain(), [](Arguments& a) {
     a.sinks = numbers;
@@ -258,6 +344,8 @@ int main() {
   arrays();
   masks();
   packs_and_pages();
+  memories();
+  nothing();
   additions();
   std::printf("check: %d failures\n", failures);
   return failures == 0 ? 0 : 1;

@@ -1,22 +1,21 @@
 // Hostile values in the parameter struct: what check() accepts must run without leaving its arrays,
 // and check() itself must not leave those that it reads.
 //
-// Build from: fuzz_arguments.cpp and all of ../src except binding.cpp, with the address and
+// Build from: fuzz_arguments.cpp and CMake's library polyattn_kernels, with the address and
 // undefined-behaviour sanitizers, and either Clang's -fsanitize=fuzzer or fuzz_main.cpp.
 //
-// An input first makes an ordinary small call, then overwrites up to three of its integers. Arrays
-// that check() reads (offsets, lengths, page tables) exist before it runs, of exactly the size that
-// the struct tells; all others are made when it has accepted, again of exactly that size.
+// An input first makes an ordinary small call, then overwrites up to three of its integers. Half of
+// the calls have their memory before that, of the size that the ordinary call needs: whatever the
+// integers claim then, check() has to keep the kernels inside. The others get their memory
+// afterwards, of exactly the size that the integers tell, so that odd calls run, too.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <initializer_list>
 #include <limits>
-#include <memory>
 #include <vector>
 
-#include "numbers.h"
+#include "fuzz_memory.h"
 #include "polyattn/arguments.h"
 
 namespace polyattn::testing {
@@ -26,71 +25,6 @@ int64_t accepted_calls = 0;
 
 namespace {
 
-class Bytes {
- public:
-  Bytes(const uint8_t* data, size_t size) : data_(data), size_(size) {}
-  uint8_t next() { return at_ < size_ ? data_[at_++] : 0; }
-  int64_t below(int64_t count) { return next() % count; }
-  bool chance(int of_256) { return next() < of_256; }
-
- private:
-  const uint8_t* data_;
-  size_t size_, at_ = 0;
-};
-
-int64_t hostile(Bytes& bytes, int64_t ordinary) {
-  constexpr int64_t smallest = std::numeric_limits<int64_t>::min();
-  constexpr int64_t largest = std::numeric_limits<int64_t>::max();
-  const int64_t choices[] = {0,           -1,           1,           smallest,     largest,
-                             largest - 1, int64_t{1} << 31, int64_t{1} << 48, int64_t{1} << 62,
-                             -kUnbounded, kUnbounded + 1};
-  const int64_t which = bytes.below(16);
-  if (which < 11) return choices[which];
-  if (which == 11) return static_cast<int64_t>(uint64_t{0} - static_cast<uint64_t>(ordinary));
-  return static_cast<int64_t>(static_cast<uint64_t>(ordinary) +
-                              static_cast<uint64_t>(bytes.below(9) - 4));
-}
-
-struct Span {
-  int64_t size, stride;
-};
-
-// Allocations that end with the call; none is larger than kLimit elements.
-class Heap {
- public:
-  static constexpr int64_t kLimit = 1 << 16;
-
-  // Memory for exactly the elements that the spans reach, filled by `bytes`; nullptr when that is
-  // too much, or a size is negative. The result points at element 0, wherever negative strides put
-  // it.
-  void* make(std::initializer_list<Span> spans, int64_t width, DType dtype, Bytes& bytes,
-             bool values) {
-    double low = 0, high = 0;  // exact below kLimit, and far above it where not
-    bool empty = false;
-    for (const Span& span : spans) {
-      if (span.size < 0) return nullptr;
-      empty |= span.size == 0;
-      const double reach = static_cast<double>(span.size - 1) * static_cast<double>(span.stride);
-      if (span.size > 1) (reach < 0 ? low : high) += reach;
-    }
-    if (high - low >= kLimit) return nullptr;
-    const int64_t count = empty ? 0 : static_cast<int64_t>(high - low) + 1;
-    blocks_.emplace_back(std::malloc(static_cast<size_t>(std::max<int64_t>(count * width, 1))),
-                         &std::free);
-    uint8_t* block = static_cast<uint8_t*>(blocks_.back().get());
-    for (int64_t i = 0; i < count * width; ++i) block[i] = 0;
-    for (int64_t i = 0; values && i < count; ++i) {
-      static constexpr double odd[] = {NAN, INFINITY, -INFINITY, 3e38, -3e38, 1e-40, -0.0};
-      const int64_t byte = bytes.next();
-      put(dtype, block, i, byte < 7 ? odd[byte] : static_cast<double>(byte - 128) / 50);
-    }
-    return empty ? block : block - static_cast<int64_t>(low) * width;
-  }
-
- private:
-  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
-};
-
 class Call {
  public:
   Call(Bytes& bytes, Pass pass) : bytes_(bytes), pass_(pass) {
@@ -98,6 +32,7 @@ class Call {
     strides();
     mask();
     extras();
+    if (bytes_.chance(128)) ready_ = indices() && allocate();
     for (int64_t mutations = bytes_.below(4); mutations > 0; --mutations) {
       int64_t* field = fields_[static_cast<size_t>(bytes_.next() % fields_.size())];
       *field = hostile(bytes_, *field);
@@ -108,31 +43,21 @@ class Call {
     if (bytes_.chance(8)) a_.terms = static_cast<int32_t>(hostile(bytes_, a_.terms));
     if (bytes_.chance(8)) a_.dtype = static_cast<DType>(bytes_.next());
     if (bytes_.chance(8)) a_.term[0].kind = static_cast<TermKind>(bytes_.next());
+    if (limits(a_.term[0])) a_.term[0].extent = of_lengths_;
   }
 
   void run() {
-    if (!indices()) return;
-    // Any aligned pointer will do for what check() does not read.
-    alignas(64) static uint8_t anywhere[64];
-    for (Array* array : arrays()) array->data = anywhere;
-    if (bias_) a_.bias.data = anywhere;
-    if (dbias_) a_.dbias = reinterpret_cast<float*>(anywhere);
-    if (slopes_) a_.slopes.data = reinterpret_cast<float*>(anywhere);
-    if (sinks_) a_.sinks = reinterpret_cast<float*>(anywhere);
-    for (int i = 0; i < std::clamp(a_.terms, 0, kMaxTerms); ++i) {
-      Term& term = a_.term[i];
-      term.bytes = anywhere;
-      term.q_ids = term.kv_ids = reinterpret_cast<int64_t*>(anywhere);
-    }
-    if (check(a_, pass_) != nullptr) return;
-    // Accepted: every size is in its range. Too large to run is no fault.
+    if (!ready_ && !indices()) return;
+    ready_ = ready_ || allocate();
+    if (!ready_) pretend();
+    // Too large to be made, or to run, is no fault.
+    if (check(a_, pass_) != nullptr || !ready_) return;
     const double work = static_cast<double>(a_.batch) * static_cast<double>(a_.q_heads) *
                         static_cast<double>(a_.q_len) * static_cast<double>(a_.kv_len);
     if (work > 200000 || a_.batch > 64 || a_.q_heads > 64 || a_.kv_heads > 64 || a_.threads > 8 ||
         std::max(a_.q_len, a_.kv_len) > 4096 || a_.sink_count > 64) {
       return;
     }
-    if (!allocate() || check(a_, pass_) != nullptr) return;
     if (pass_ == Pass::forward && (a_.batch == 0 || a_.q_heads == 0 || a_.q_len == 0)) return;
     ++accepted_calls;
     for (const Kernels* const* set = available(); *set != nullptr; ++set) {
@@ -240,9 +165,10 @@ class Call {
     }
   }
 
-  int64_t* integers(int64_t count, int64_t range) {
+  int64_t* integers(int64_t count, int64_t range, Extent& extent) {
     if (count < 0 || count > Heap::kLimit) return nullptr;
-    int64_t* values = static_cast<int64_t*>(heap_.make({{count, 1}}, 8, DType::f32, bytes_, false));
+    int64_t* values =
+        static_cast<int64_t*>(heap_.make({{count, 1}}, 8, DType::f32, bytes_, false, extent));
     for (int64_t i = 0; i < count; ++i) {
       values[i] = bytes_.chance(6) ? hostile(bytes_, range)
                                    : bytes_.below(std::max<int64_t>(range, 1));
@@ -250,8 +176,8 @@ class Call {
     return values;
   }
 
-  const int64_t* cuts(int64_t total) {
-    int64_t* offsets = integers(a_.batch + 1, std::clamp<int64_t>(total, 0, 254) + 1);
+  const int64_t* cuts(int64_t total, Extent& extent) {
+    int64_t* offsets = integers(a_.batch + 1, std::clamp<int64_t>(total, 0, 254) + 1, extent);
     if (offsets == nullptr) return nullptr;
     if (bytes_.chance(240)) std::sort(offsets, offsets + a_.batch + 1);
     if (bytes_.chance(240)) offsets[0] = 0;
@@ -259,26 +185,31 @@ class Call {
     return offsets;
   }
 
+  static bool limits(const Term& term) {
+    return term.kind == TermKind::kv_limit || term.kind == TermKind::q_limit;
+  }
+
   // False when the struct tells of more than can be made: no caller could have filled it.
   bool indices() {
     if (a_.batch < 0 || a_.batch > 64) {
-      const auto limits = [](const Term& term) {
-        return term.kind == TermKind::kv_limit || term.kind == TermKind::q_limit;
-      };
       return !packed_ && !paged_ && std::none_of(a_.term, a_.term + kMaxTerms, limits);
     }
     if (packed_) {
-      a_.cu_q = cuts(a_.q_len);
-      a_.cu_kv = cuts(a_.kv_len);
+      a_.cu_q = cuts(a_.q_len, a_.cu_q_extent);
+      a_.cu_kv = cuts(a_.kv_len, a_.cu_kv_extent);
       if (a_.cu_q == nullptr || a_.cu_kv == nullptr) return false;
     }
-    for (Term& term : a_.term) term.lengths = integers(a_.batch, 30);
+    for (Term& term : a_.term) {
+      term.lengths = integers(a_.batch, 30, of_lengths_);
+      if (limits(term)) term.extent = of_lengths_;
+    }
     if (!paged_) return true;
     const int64_t size = a_.pages.page_size;
     if (size < 1 || a_.kv_len < 0) return true;  // refused before the table is read
     const int64_t columns = a_.kv_len / size + (a_.kv_len % size != 0);
     int64_t* table = static_cast<int64_t*>(
-        heap_.make({{a_.batch, a_.pages.row}, {columns, 1}}, 8, DType::f32, bytes_, false));
+        heap_.make({{a_.batch, a_.pages.row}, {columns, 1}}, 8, DType::f32, bytes_, false,
+                   a_.pages.extent));
     a_.pages.table = table;
     if (table == nullptr) return false;
     for (int64_t b = 0; b < a_.batch; ++b) {
@@ -289,6 +220,25 @@ class Call {
       }
     }
     return true;
+  }
+
+  // For check() alone, which reads none of these: memory without an end.
+  void pretend() {
+    constexpr int64_t endless = std::numeric_limits<int64_t>::max();
+    alignas(64) static uint8_t anywhere[64];
+    const auto floats = reinterpret_cast<float*>(anywhere);
+    for (Array* array : arrays()) array->data = anywhere, array->extent = {endless, endless};
+    if (bias_) a_.bias.data = anywhere, a_.bias.extent = {endless, endless};
+    if (dbias_) a_.dbias = floats, a_.dbias_extent = {endless, endless};
+    if (slopes_) a_.slopes.data = floats, a_.slopes.extent = {endless, endless};
+    if (sinks_) a_.sinks = floats, a_.sinks_extent = {endless, endless};
+    for (int i = 0; i < std::clamp(a_.terms, 0, kMaxTerms); ++i) {
+      Term& term = a_.term[i];
+      if (limits(term)) continue;
+      term.bytes = anywhere;
+      term.q_ids = term.kv_ids = reinterpret_cast<int64_t*>(anywhere);
+      term.extent = term.kv_extent = {endless, endless};
+    }
   }
 
   bool allocate() {
@@ -303,9 +253,10 @@ class Call {
            {key ? a_.kv_heads : a_.q_heads, array->head},
            {pages ? a_.pages.page_size : key ? a_.kv_len : a_.q_len, array->row},
            {row ? 1 : value ? a_.value_dim : a_.head_dim, 1}},
-          row ? 4 : size_of(a_.dtype), row ? DType::f32 : a_.dtype, bytes_, true);
+          row ? 4 : size_of(a_.dtype), row ? DType::f32 : a_.dtype, bytes_, true, array->extent);
       if (array->data == nullptr) return false;
     }
+    if (a_.terms < 0 || a_.terms > kMaxTerms) return false;
     for (int i = 0; i < a_.terms; ++i) {
       if (!allocate_term(a_.term[i])) return false;
     }
@@ -313,7 +264,7 @@ class Call {
     const Span rows{a_.q_len, a_.bias.row}, columns{a_.kv_len, a_.bias.column};
     if (bias_) {
       a_.bias.data = heap_.make({batches, heads, rows, columns}, size_of(a_.bias.dtype),
-                                a_.bias.dtype, bytes_, true);
+                                a_.bias.dtype, bytes_, true, a_.bias.extent);
     }
     if (dbias_) {
       // A stride of 0 means that there is one element, even where the call has a size of 0.
@@ -321,16 +272,17 @@ class Call {
       a_.dbias = static_cast<float*>(
           heap_.make({own(a_.batch, a_.dbias_batch), own(a_.q_heads, a_.dbias_head),
                       own(a_.q_len, a_.dbias_row), own(a_.kv_len, a_.dbias_column)},
-                     4, DType::f32, bytes_, false));
+                     4, DType::f32, bytes_, false, a_.dbias_extent));
     }
     if (slopes_) {
       a_.slopes.data = static_cast<float*>(
           heap_.make({{a_.batch, a_.slopes.batch}, {a_.q_heads, a_.slopes.head}}, 4, DType::f32,
-                     bytes_, true));
+                     bytes_, true, a_.slopes.extent));
     }
     if (sinks_) {
       a_.sinks = static_cast<float*>(heap_.make(
-          {{a_.q_heads, a_.sink_count}, {a_.sink_count, 1}}, 4, DType::f32, bytes_, true));
+          {{a_.q_heads, a_.sink_count}, {a_.sink_count, 1}}, 4, DType::f32, bytes_, true,
+          a_.sinks_extent));
     }
     return (!bias_ || a_.bias.data) && (!dbias_ || a_.dbias) && (!slopes_ || a_.slopes.data) &&
            (!sinks_ || a_.sinks);
@@ -339,14 +291,17 @@ class Call {
   bool allocate_term(Term& term) {
     if (term.kind == TermKind::segments) {
       term.q_ids = static_cast<int64_t*>(heap_.make(
-          {{a_.batch, term.q_ids_batch}, {a_.q_len, 1}}, 8, DType::f32, bytes_, false));
+          {{a_.batch, term.q_ids_batch}, {a_.q_len, 1}}, 8, DType::f32, bytes_, false,
+          term.extent));
       term.kv_ids = static_cast<int64_t*>(heap_.make(
-          {{a_.batch, term.kv_ids_batch}, {a_.kv_len, 1}}, 8, DType::f32, bytes_, false));
+          {{a_.batch, term.kv_ids_batch}, {a_.kv_len, 1}}, 8, DType::f32, bytes_, false,
+          term.kv_extent));
       return term.q_ids != nullptr && term.kv_ids != nullptr;
     }
     if (term.kind != TermKind::blocks && term.kind != TermKind::dense) return true;
     int64_t rows = a_.q_len, columns = a_.kv_len;
     if (term.kind == TermKind::blocks) {
+      if (term.block_q < 1 || term.block_k < 1) return false;
       rows = rows / term.block_q + (rows % term.block_q != 0);
       columns = columns / term.block_k + (columns % term.block_k != 0);
     }
@@ -355,7 +310,7 @@ class Call {
                                                    {a_.q_heads, term.head},
                                                    {rows, term.row},
                                                    {columns, term.column}},
-                                                  1, DType::f32, bytes_, false));
+                                                  1, DType::f32, bytes_, false, term.extent));
     if (term.bytes != nullptr && a_.batch > 0 && a_.q_heads > 0 && rows > 0 && columns > 0) {
       for (int64_t i = 0; i < rows * columns; ++i) {
         const_cast<uint8_t*>(term.bytes)[i / columns * term.row + i % columns * term.column] =
@@ -370,7 +325,8 @@ class Call {
   Arguments a_;
   Heap heap_;
   std::vector<int64_t*> fields_;
-  bool packed_ = false, paged_ = false, bias_ = false, dbias_ = false, slopes_ = false,
+  Extent of_lengths_;
+  bool ready_ = false, packed_ = false, paged_ = false, bias_ = false, dbias_ = false, slopes_ = false,
        sinks_ = false;
 };
 

@@ -1,7 +1,6 @@
 // Random calls of every instruction set against the oracle.
 //
-// Build from: kernels_test.cpp oracle.cpp problem.cpp describe.cpp and all of ../src except
-// binding.cpp.
+// Build from: kernels_test.cpp and the libraries polyattn_testing and polyattn_kernels of CMake.
 // Run: kernels_test [--seed N] [--cases N] [--isa NAME] [--pass forward|backward]
 // A failure prints the command that repeats its one case.
 #include <cstdio>

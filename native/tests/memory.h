@@ -23,7 +23,7 @@ class Buffer {
 #endif
 
   Buffer(size_t bytes, size_t front)
-      : front_(front), size_(front + bytes + kBack),
+      : front_(front), used_(bytes), size_(front + bytes + kBack),
         memory_(static_cast<uint8_t*>(std::malloc(size_ > 0 ? size_ : 1))) {
     reset();
   }
@@ -35,9 +35,10 @@ class Buffer {
   void reset() { std::memset(memory_, kCanary, size_); }
   std::vector<uint8_t> bytes() const { return {memory_, memory_ + size_}; }
   size_t front() const { return front_; }
+  size_t size() const { return used_; }  // bytes from data() on
 
  private:
-  size_t front_, size_;
+  size_t front_, used_, size_;
   uint8_t* memory_;
 };
 

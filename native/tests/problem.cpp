@@ -21,6 +21,7 @@ class Maker {
     bias();
     extras();
     if (backward_) gradients();
+    give_extents(*made_);
     made_->text = describe(a_) + (huge_ ? " huge" : "");
     return std::move(made_);
   }
@@ -372,10 +373,9 @@ class Maker {
   }
 
   Random random_;
-  bool backward_;
+  bool backward_, packed_ = false, huge_ = false;
   std::unique_ptr<Problem> made_;
   Arguments& a_;
-  bool packed_ = false, huge_ = false;
   const int64_t* paged_lengths_ = nullptr;
   int64_t bias_sizes_[4] = {};  // column, row, head, batch
 };

@@ -26,6 +26,9 @@ struct Problem {
 
 std::string describe(const Arguments& a);
 
+// Says for every pointer what its memory holds, by the problem's buffers.
+void give_extents(Problem& p);
+
 // With `backward`, the gradients' arrays are there too and no page table is.
 std::unique_ptr<Problem> random_problem(uint64_t seed, bool backward);
 

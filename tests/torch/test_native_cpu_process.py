@@ -82,6 +82,139 @@ def test_after_a_fork(threads: int) -> None:
     )
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for its forks")
+def test_the_first_call_is_after_a_fork() -> None:
+    """Nothing of the extension saw the fork; the parent's OpenMP threads are not in the child.
+
+    As above, torch's own operators would wait for those: the child's tensors are small.
+    """
+    told = run(
+        """
+        import os, signal, torch
+
+        torch.set_num_threads(2)
+        torch.randn(2000, 1000).exp().sum()  # torch's threads run now
+        child = os.fork()
+        if child == 0:
+            signal.alarm(200)
+            from polyattn.native import module
+            from polyattn.torch import attention
+
+            q = torch.ones(1, 150, 4, 32)
+            out = attention(q, q, q, backend="native_cpu")
+            os._exit(0 if bool((out - 1).abs().max() < 1e-5) and module.pool() == "own" else 7)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status))
+        """,
+        timeout=280.0,
+    )
+    assert told == "0\n"
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_threads_at_work_while_the_program_ends(daemon: bool) -> None:
+    """Daemon threads that come back from a kernel then find no interpreter; others are waited for.
+
+    NumPy arrays: torch's own functions end the process, those that give up the lock in between.
+    """
+    told = run(
+        f"""
+        import sys, threading
+        import numpy as np
+        from polyattn import numpy_attention
+
+        q = np.ones((1, 256, 4, 64), dtype=np.float32)
+        begun = threading.Barrier(4)
+
+        def work():
+            numpy_attention(q, q, q, threads=1)
+            begun.wait()
+            for _ in range(1_000_000 if {daemon} else 20):
+                numpy_attention(q, q, q, threads=1)
+            sys.stdout.write("finished\\n")
+
+        for _ in range(3):
+            threading.Thread(target=work, daemon={daemon}).start()
+        begun.wait()
+        """
+    )
+    assert told.split() == ([] if daemon else ["finished"] * 3)
+
+
+@pytest.mark.parametrize("isa", module.isas())
+def test_every_way_obeys_the_instruction_set_of_the_moment(isa: str) -> None:
+    """The variable counts as it stands at a call, prepared or not; nonsense is refused."""
+    told = run(
+        """
+        import os
+        import torch
+        from polyattn import numpy_attention
+        from polyattn.errors import SettingsError
+        from polyattn.torch import attention, paged_attention
+
+        q, grad = torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8, requires_grad=True)
+        pages, table, length = torch.ones(1, 4, 2, 8), torch.tensor([[0]]), torch.tensor([3])
+        options = {"backend": "native_cpu"}
+        compiled = torch.compile(lambda q: attention(q, q, q, **options), backend="eager")
+        ways = {
+            "bare": lambda: attention(q, q, q, **options),
+            "lse": lambda: attention(q, q, q, return_lse=True, **options),
+            "training": lambda: attention(grad, grad, grad, **options),
+            "paged": lambda: paged_attention(q, pages, pages, table, length, **options),
+            "compiled": lambda: compiled(q),
+            "numpy": lambda: numpy_attention(q.numpy(), q.numpy(), q.numpy()),
+        }
+        for way in ways.values():
+            way()  # prepared, and kept
+        os.environ["POLYATTN_NATIVE_ISA"] = os.environ["WANTED"]
+        for way in ways.values():
+            way()
+        refused = []
+        os.environ["POLYATTN_NATIVE_ISA"] = "nonsense"
+        for name, way in ways.items():
+            try:
+                way()
+            except SettingsError as error:
+                assert "'nonsense'" in str(error), error
+                refused.append(name)
+        print(*refused)
+        del os.environ["POLYATTN_NATIVE_ISA"]
+        for way in ways.values():
+            way()
+        """,
+        WANTED=isa,
+    )
+    assert told.split() == ["bare", "lse", "training", "paged", "compiled", "numpy"]
+
+
+@pytest.mark.parametrize("isa", module.isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_lse_has_the_digits_of_float32(isa: str, dtype: str) -> None:
+    """Of all types, since it is float32: with equal scores it is the log of the keys' number."""
+    told = run(
+        f"""
+        import math, torch
+        from polyattn.torch import attention
+
+        worst = 0.0
+        for keys in (1, 2, 7, 64, 1000):
+            for queries in (1, 70):  # few queries, and tiles of them
+                q = torch.zeros(1, queries, 2, 32, dtype=torch.{dtype})
+                k = torch.zeros(1, keys, 2, 32, dtype=torch.{dtype})
+                _, lse = attention(q, k, k, return_lse=True, backend="native_cpu")
+                worst = max(worst, float((lse.double() - math.log(keys)).abs().max()))
+                scores = torch.randn(keys, generator=torch.Generator().manual_seed(keys))
+                k[..., 0], q[..., 0] = scores.to(k.dtype)[None, :, None], 1
+                _, lse = attention(q, k, k, scale=1.0, return_lse=True, backend="native_cpu")
+                exact = k[0, :, 0, 0].double().logsumexp(0)
+                worst = max(worst, float((lse.double() - exact).abs().max()))
+        print(worst)
+        """,
+        POLYATTN_NATIVE_ISA=isa,
+    )
+    assert float(told) < 3e-6
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 def test_memory_does_not_grow_with_the_scores(grad: bool) -> None:
     """At 16k x 16k the scores of one head alone are 1 GiB; the inputs are 4 MiB each."""

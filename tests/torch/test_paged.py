@@ -183,3 +183,18 @@ def test_compilers_are_told() -> None:
     compiled = torch.compile(paged_attention, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"inside torch\.compile"):
         compiled(queries(1), k, v, table, LENGTHS)
+
+
+@every_backend
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("t", [1, 3])
+def test_no_sequences_and_no_pages_in_use(name: str, layout: str, t: int) -> None:
+    k, v, table = cache(layout=layout)
+    q, options = queries(t, layout=layout), {"layout": layout, "return_lse": True, "backend": name}
+    rows = (N, t) if layout == "BNTH" else (t, N)
+    for mask in (None, Causal()):
+        out, lse = paged_attention(q[:0], k, v, table[:0], LENGTHS[:0], mask=mask, **options)
+        assert out.shape == (0, *rows, H) and lse.shape == (0, N, t)
+        out, lse = paged_attention(q, k, v, table[:, :0], LENGTHS * 0, mask=mask, **options)
+        assert out.shape == (B, *rows, H) and not out.any()
+        assert lse.shape == (B, N, t) and bool((lse == float("-inf")).all())

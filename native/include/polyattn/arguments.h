@@ -15,10 +15,17 @@ constexpr int kMaxTerms = 32;
 constexpr int kMaxDepth = 8;
 constexpr int64_t kUnbounded = int64_t{1} << 62;
 
+// The memory around a pointer: how many bytes there are from it on, and before it. Who fills the
+// struct asks whoever owns the memory, not the sizes of the call.
+struct Extent {
+  int64_t bytes = 0, before = 0;
+};
+
 // Element (b, n, t, h) lies at data + b * batch + n * head + t * row + h.
 struct Array {
   void* data = nullptr;
   int64_t batch = 0, head = 0, row = 0;
+  Extent extent;
 };
 
 // Which keys a query may attend, as a program in postfix order over these terms.
@@ -46,6 +53,7 @@ struct Term {
   const uint8_t* bytes = nullptr;                // blocks, dense: 0 or 1
   int64_t batch = 0, head = 0, row = 0, column = 0;  // strides of `bytes`; 0 = broadcast
   int64_t block_q = 0, block_k = 0;              // blocks
+  Extent extent, kv_extent;                      // of `lengths`, `bytes` or `q_ids`; of `kv_ids`
 };
 
 // An additive bias, strides in elements, 0 = broadcast.
@@ -53,21 +61,24 @@ struct Bias {
   const void* data = nullptr;
   DType dtype = DType::f32;
   int64_t batch = 0, head = 0, row = 0, column = 0;
+  Extent extent;
 };
 
 // bias[b][n][t][j] = -slopes[b][n] * |t + S - T - j|
 struct Slopes {
   const float* data = nullptr;
   int64_t batch = 0, head = 0;
+  Extent extent;
 };
 
 // Keys and values in pages: key j of sequence b is row j % page_size of page table[b][j / page_size].
-// The arrays' `batch` stride is then the stride between pages.
+// The arrays' `batch` stride is then the stride between pages. A page_size of 0: no pages.
 struct Pages {
-  const int64_t* table = nullptr;
+  const int64_t* table = nullptr;  // may be nullptr where no sequence has a page
   int64_t row = 0;        // stride of the table between sequences
   int64_t page_size = 0;
   int64_t count = 0;      // how many pages exist
+  Extent extent;          // of the table
 };
 
 struct Arguments {
@@ -83,21 +94,25 @@ struct Arguments {
   // batch stride is 0; q_len and kv_len are the totals. Segment ids are indexed by packed position.
   const int64_t* cu_q = nullptr;
   const int64_t* cu_kv = nullptr;
+  Extent cu_q_extent, cu_kv_extent;
   Bias bias;
   Slopes slopes;
   const float* sinks = nullptr;  // (q_heads, sink_count), contiguous
   int64_t sink_count = 0;
+  Extent sinks_extent;
   Pages pages;
   int32_t threads = 1;
   // Backward pass only. delta[b][n][t] = sum(dout * out) - dlse, float32.
   Array dout, dq, dk, dv, delta;
   float* dbias = nullptr;  // float32, the sizes of `bias`, contiguous; its strides as in Bias
   int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0, dbias_column = 0;
+  Extent dbias_extent;
 };
 
 enum class Pass { forward, backward };
 
-// Returns nullptr when the call may run, else what is wrong with it.
+// Returns nullptr when the call may run, else what is wrong with it: a text that stays until the
+// calling thread's next call of check().
 const char* check(const Arguments& a, Pass pass);
 
 enum class Element : int32_t;  // statistics/statistics.h

@@ -14,7 +14,8 @@ constexpr int kQuad = 4;      // rows at a time
 constexpr int64_t kAheadRows = 64;
 constexpr int kFewHint = 1;
 
-// scores[r * row + j] = q_r . key_j for 4 rows (absent ones are 0) and `keys` keys.
+// scores[r * row + j] = q_r . key_j for 4 rows and `keys` keys. Of an item's rows there may be fewer:
+// the others are computed from whatever their place in `q` holds, and their scores are not read.
 template <class S, class U, class T, class Row>
 inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, int64_t dim, int64_t ahead,
                        float* scores, int64_t row) {
@@ -60,7 +61,8 @@ inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, 
   }
 }
 
-// Two vectors of units from the value rows of one unit's keys; absent rows are 0.
+// A vector of units from the value rows of one unit's keys, `n` columns of it; a second row that is
+// absent (nullptr) counts as 0.
 template <class S, class U, class T>
 POLYATTN_INLINE typename S::Vec value_units(const T* first, const T* second, int n) {
   if constexpr (U::kValues == 1) {
@@ -70,7 +72,8 @@ POLYATTN_INLINE typename S::Vec value_units(const T* first, const T* second, int
   }
 }
 
-// sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for 4 rows, C vectors from `column` on.
+// sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for 4 rows, C vectors from `column` on. As
+// above, rows that are not the item's get sums that are not read.
 template <class S, class U, class T, int C, class Row>
 POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, Row value_of, int64_t keys, int64_t column,
                                        int64_t dim, int64_t ahead, float* out, int64_t columns) {

@@ -10,7 +10,7 @@ namespace polyattn::POLYATTN_NAMESPACE {
 
 struct FloatUnit {
   static constexpr int kValues = 1;  // values in a unit
-  static constexpr int kDegree = 5;  // of the exponential
+  static constexpr int kDegree = 5;  // of the exponential in the backward pass
   template <class S>
   static POLYATTN_INLINE typename S::Vec dot(typename S::Vec sum, typename S::Vec a, typename S::Vec b) {
     return S::fma(a, b, sum);

@@ -79,11 +79,17 @@ def pool() -> str:
 
 
 def isa_index() -> int:
-    """Return the place of the instruction set to use in :func:`isas`.
+    """Return the place of the instruction set to use in :func:`isas`; every call asks anew.
 
     0, the best, unless ``POLYATTN_NATIVE_ISA`` names another; one that this build or this
     processor lacks raises :class:`SettingsError`.
     """
+    return _index_of(settings.raw(settings.NATIVE_ISA))
+
+
+@functools.lru_cache(maxsize=64)
+def _index_of(variable: object) -> int:
+    """Return the place of what the variable names; parsed once for each of its values."""
     wanted = settings.current().native_isa
     if wanted == "best":
         return 0

@@ -48,8 +48,10 @@ __all__ = [
     "UNBOUNDED",
     "WIDTH",
     "ArrayLibrary",
+    "Offsets",
     "Payload",
     "Program",
+    "Terms",
     "arrays_of",
     "dense_program",
     "encode",
@@ -94,8 +96,8 @@ class ArrayLibrary(Protocol):
     def allowed(self, payload: Any) -> Any:
         """Return a boolean array as uint8 of four dims, at any strides."""
 
-    def pointer(self, array: Any) -> int:
-        """Return the address of the first entry."""
+    def memory(self, array: Any) -> tuple[int, int]:
+        """Return the address of the first entry, and the bytes of its memory from there on."""
 
     def strides(self, array: Any) -> Sequence[int]:
         """Return the strides in entries."""
@@ -220,11 +222,12 @@ def arrays_of(program: Program, library: ArrayLibrary) -> list[Any]:
 
 
 Terms = tuple[tuple[int, ...], ...]
+Offsets = tuple[int, int, int, int]  # of queries and of keys: where they lie, and the bytes there
 
 
 def terms(
     codes: Sequence[int], arrays: Sequence[Any], library: ArrayLibrary
-) -> tuple[Terms, tuple[int, int] | None]:
+) -> tuple[Terms, Offsets | None]:
     """Return the terms and the packed offsets as the extension takes them, with pointers.
 
     The pointers are those of `arrays`, which have to outlive the call.
@@ -234,11 +237,11 @@ def terms(
     for at in range(0, len(codes), WIDTH):
         kind, a, b, c = codes[at : at + WIDTH]
         if kind == PACKED:
-            packed = library.pointer(arrays[a]), library.pointer(arrays[b])
+            packed = *library.memory(arrays[a]), *library.memory(arrays[b])
         elif kind == BAND:
             written.append((BAND, a, b, c))
         elif kind in (KV_LIMIT, Q_LIMIT):
-            written.append((kind, library.pointer(arrays[a])))
+            written.append((kind, *library.memory(arrays[a])))
         elif kind == SEGMENTS:
             written.append((kind, *_rows(arrays[a], library), *_rows(arrays[b], library)))
         elif kind == BLOCKS:
@@ -250,13 +253,13 @@ def terms(
     return tuple(written), packed
 
 
-def _rows(ids: Any, library: ArrayLibrary) -> tuple[int, int]:
-    """Return pointer and batch stride of ids (L,), (1, L) or (B, L)."""
+def _rows(ids: Any, library: ArrayLibrary) -> tuple[int, int, int]:
+    """Return pointer, bytes and batch stride of ids (L,), (1, L) or (B, L)."""
     shared = len(ids.shape) == 1 or ids.shape[0] == 1
-    return library.pointer(ids), 0 if shared else library.strides(ids)[0]
+    return *library.memory(ids), 0 if shared else library.strides(ids)[0]
 
 
 def _broadcast(array: Any, library: ArrayLibrary) -> tuple[int, ...]:
-    """Return pointer and four strides, 0 for dims of size 1."""
+    """Return pointer, bytes and four strides, 0 for dims of size 1."""
     strides = zip(array.shape, library.strides(array), strict=True)
-    return library.pointer(array), *(0 if size == 1 else step for size, step in strides)
+    return *library.memory(array), *(0 if size == 1 else step for size, step in strides)

@@ -11,7 +11,7 @@ from polyattn.admission.masks import Lengths
 from polyattn.errors import InvalidProblem
 from polyattn.masks import BlockMap, Index, Mask, Packed
 from polyattn.native.program import Program, dense_program, encode
-from polyattn.numpy.arrays import Array, pointer, readable, strides
+from polyattn.numpy.arrays import Array, memory, readable, strides
 
 __all__ = ["Library", "bind_mask", "program_of"]
 
@@ -50,8 +50,8 @@ class Library:
         dense = readable(np.asarray(payload))
         return dense.reshape((1,) * (4 - dense.ndim) + dense.shape).view(np.uint8)
 
-    def pointer(self, array: Array) -> int:
-        return pointer(array)
+    def memory(self, array: Array) -> tuple[int, int]:
+        return memory(array)
 
     def strides(self, array: Array) -> Sequence[int]:
         return strides(array)

@@ -53,14 +53,17 @@ def _paged_kernel(problem: Problem) -> Callable[..., Any]:
         q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any,
         pages: tuple[Tensor, Tensor],
     ) -> Any:  # fmt: skip
-        outs, sums = [], []
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        # the rows of no sequence come first: there may be no others
+        outs = [q.new_empty((0, *q.shape[1:-1], problem.value_dim))]
+        sums = [q.new_empty((0, problem.heads, problem.q_len), dtype=wide)]
         for b, length in enumerate(pages[1].tolist()):
             keys, values = (_gathered(x, pages[0][b], length, problem) for x in (k, v))
             out, lse = reference_attention(
                 problem.with_(batch=1, kv_len=length), q[b : b + 1], keys, values, mask, None, sinks
             )
             outs.append(out.to(q.dtype))
-            sums.append(lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32))
+            sums.append(lse.to(wide))
         return (torch.cat(outs), torch.cat(sums)) if problem.lse else torch.cat(outs)
 
     return kernel

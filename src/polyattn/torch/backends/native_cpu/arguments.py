@@ -1,19 +1,30 @@
-"""From tensors and masks to what the extension takes: pointers, and strides in entries.
+"""From tensors and masks to what the extension takes: pointers, memory, and strides in entries.
 
-An array is (pointer, batch stride, head stride, row stride); the last dim is contiguous. Whoever
-asks for a pointer keeps its tensor alive until the call has ended.
+An array is (pointer, bytes, batch stride, head stride, row stride); the last dim is contiguous.
+`bytes` is what the storage has from the pointer on, whatever the sizes of the call: the extension
+refuses what would leave it. Whoever asks for a pointer keeps its tensor alive until the call has
+ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyattn.masks import BlockMap, Mask
-from polyattn.native.program import PACKED, WIDTH, arrays_of, dense_program, encode, terms
+from polyattn.native.program import (
+    PACKED,
+    WIDTH,
+    Offsets,
+    Terms,
+    arrays_of,
+    dense_program,
+    encode,
+    terms,
+)
 from polyattn.torch.layouts import to_bnth
 from polyattn.torch.masking import Dims, block_bits, four_dims, materialise
 
@@ -22,6 +33,7 @@ __all__ = [
     "Sizes",
     "array",
     "bias_argument",
+    "memory",
     "program_of",
     "rows",
     "sinks_argument",
@@ -30,8 +42,27 @@ __all__ = [
     "terms_of",
 ]
 
-Array = tuple[int, int, int, int]
+Array = tuple[int, int, int, int, int]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _address_reader() -> Callable[[Tensor], int]:
+    """Return what gives an address to read at: copy-on-write tensors stay uncopied.
+
+    torch before 2.13 has that by a private name only; where it lacks too, such tensors are copied.
+    """
+    private = getattr(torch._C, "_data_address", Tensor.data_ptr)
+    reader: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", private)
+    return reader
+
+
+_address = _address_reader()
+
+
+def memory(x: Tensor) -> tuple[int, int]:
+    """Return the address of the first entry, and how many bytes the storage has from there on."""
+    here = int(x.storage_offset()) * x.element_size()
+    return _address(x), max(x.untyped_storage().nbytes() - here, 0)
 
 
 class Sizes(NamedTuple):
@@ -59,38 +90,38 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor, layout: str, batch: int | None = N
 
 
 def array(x: Tensor, layout: str) -> Array:
-    """Return pointer and strides of a tensor in the layout."""
+    """Return pointer, bytes and strides of a tensor in the layout."""
     if layout == "BTNH":
         batch, row, head, _ = x.stride()
     elif layout == "BNTH":
         batch, head, row, _ = x.stride()
     else:
         batch, (row, head, _) = 0, x.stride()
-    return x.data_ptr(), batch, head, row
+    return *memory(x), batch, head, row
 
 
 def rows(x: Tensor, layout: str) -> Array:
-    """Return pointer and strides of one float32 for each query: (B, N, T), (N, total) packed."""
+    """Return pointer, bytes and strides of a float32 a query: (B, N, T), (N, total) packed."""
     batch, head, row = (0, *x.stride()) if layout == "packed" else x.stride()
-    return x.data_ptr(), batch, head, row
+    return *memory(x), batch, head, row
 
 
-def bias_argument(bias: Tensor) -> tuple[int, int, int, int, int, int]:
-    """Return pointer, dtype and strides of four dims; 0 where the bias broadcasts."""
+def bias_argument(bias: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    """Return pointer, bytes, dtype and strides of four dims; 0 where the bias broadcasts."""
     strides = (0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True))
     batch, head, row, column = (*(0,) * (4 - bias.dim()), *strides)
-    return bias.data_ptr(), DTYPES[bias.dtype], batch, head, row, column
+    return *memory(bias), DTYPES[bias.dtype], batch, head, row, column
 
 
-def slopes_argument(slopes: Tensor) -> tuple[int, int, int]:
-    """Return pointer, batch and head strides of float32 slopes (N,), (1, N) or (B, N)."""
+def slopes_argument(slopes: Tensor) -> tuple[int, int, int, int]:
+    """Return pointer, bytes, batch and head strides of float32 slopes (N,), (1, N) or (B, N)."""
     batch = slopes.stride(0) if slopes.dim() == 2 and slopes.shape[0] > 1 else 0
-    return slopes.data_ptr(), batch, slopes.stride(-1)
+    return *memory(slopes), batch, slopes.stride(-1)
 
 
-def sinks_argument(sinks: Tensor) -> tuple[int, int]:
-    """Return pointer and count of contiguous float32 sinks (N,) or (N, M)."""
-    return sinks.data_ptr(), 1 if sinks.dim() == 1 else sinks.shape[1]
+def sinks_argument(sinks: Tensor) -> tuple[int, int, int]:
+    """Return pointer, bytes and count of contiguous float32 sinks (N,) or (N, M)."""
+    return *memory(sinks), 1 if sinks.dim() == 1 else sinks.shape[1]
 
 
 class _Torch:
@@ -110,8 +141,8 @@ class _Torch:
         dense = torch.as_tensor(payload, device=self._device)
         return four_dims(dense).view(torch.uint8)
 
-    def pointer(self, array: Tensor) -> int:
-        return array.data_ptr()
+    def memory(self, array: Tensor) -> tuple[int, int]:
+        return memory(array)
 
     def strides(self, array: Tensor) -> Sequence[int]:
         return array.stride()
@@ -137,7 +168,7 @@ def program_of(
 
 def terms_of(
     codes: Sequence[int], arrays: Sequence[Tensor], layout: str
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, int] | None, int | None]:
+) -> tuple[Terms, Offsets | None, int | None]:
     """Return terms and packed offsets with pointers, and how many sequences are packed.
 
     A packed call whose mask became dense is one sequence, of all tokens.

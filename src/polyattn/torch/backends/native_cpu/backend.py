@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from polyattn import settings
 from polyattn.biases import Alibi
 from polyattn.native import module
 from polyattn.problem import Problem
@@ -28,6 +29,10 @@ from polyattn.torch.backends.native_cpu.paged import paged_kernel
 __all__ = ["load"]
 
 Kernel = Callable[..., Any]
+_is_lazy_copy: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+"""How C reads a tensor without a Python call. It would copy what is to be copied on write only."""
+
 _STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})  # masks without arrays
 
 
@@ -49,7 +54,8 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
         return by_operator
     plainest = problem.contiguous and problem.layout != "packed" and problem.bias is None
     static = problem.mask is None or problem.mask.kinds <= _STATIC
-    if plainest and static and not (problem.sinks or problem.lse or trains):
+    small = not (problem.sinks or problem.lse or trains)
+    if plainest and static and small and EXCHANGE is not None:
         return _bare_kernel(problem, constants, by_operator)
     return _eager_kernel(problem, constants, trains, by_operator)
 
@@ -129,90 +135,52 @@ def _split(bias: Any) -> tuple[Tensor | None, Tensor | None]:
 def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
     """The shortest way: inference, contiguous last dims, and no mask or one without arrays.
 
-    All that the problem fixes is made here once; a call takes pointers and strides.
+    All that the problem fixes is made here once; the extension asks the tensors for the rest.
     """
     p = problem
     sizes = (p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.value_dim)
-    code = DTYPES[getattr(torch, p.dtype)]
-    fixed = (module.isa_index(), code, sizes, constants.scale, constants.softcap)
-    terms: Any = () if p.mask is None else None  # of the mask; without arrays, so always the same
-
-    def terms_for(mask: Any, q: Tensor, k: Tensor) -> Any:
-        nonlocal terms
-        if terms is None:
-            terms = terms_of(program_of(mask, q, k, "BTNH")[0], (), "BTNH")[0]
-        return terms
-
-    return (_rows_first if p.layout == "BTNH" else _heads_first)(p, fixed, terms_for, careful)
-
-
-def _rows_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -> Kernel:
-    """The bare kernel for (B, T, N, H)."""
-    run, threads, plain = module.load().forward, torch.get_num_threads, PLAIN
-    isa, code, sizes, scale, softcap = fixed
-    b, n, t, width = problem.batch, problem.heads, problem.q_len, problem.value_dim
-    shape, batch, row, masked = (b, t, n, width), t * n * width, n * width, problem.mask is not None
+    code, (layout, scale, softcap) = DTYPES[getattr(torch, p.dtype)], constants
+    rows_first, alike, masked = layout == "BTNH", p.value_dim == p.head_dim, p.mask is not None
+    asked, place = settings.raw(settings.NATIVE_ISA), module.isa_index()
+    run, threads, plain = module.load().forward_tensors, torch.get_num_threads, PLAIN
     functorch, modes, tracing = WATCHERS  # in cells: quicker than globals
-    empty_like, alike = torch.empty_like, width == problem.head_dim
+    raw, variable, isa_index = settings.raw, settings.NATIVE_ISA, module.isa_index
+    lazy, empty_like, exchange = _is_lazy_copy, torch.empty_like, EXCHANGE
+    shape = tuple(
+        (p.batch, p.q_len, p.heads, p.value_dim)
+        if rows_first
+        else (p.batch, p.heads, p.q_len, p.value_dim)
+    )
+    terms: Any = None if masked else ()  # of the mask; without arrays, so always the same
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
+        nonlocal terms
         if not (
             type(q) in plain and type(k) in plain and type(v) in plain
             and not functorch() and not modes() and tracing() is None
             and forward_ad._current_level < 0
+            and not (lazy(q) or lazy(k) or lazy(v))
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
-        q0, q1, q2, _ = q.stride()
-        k0, k1, k2, _ = k.stride()
-        v0, v1, v2, _ = v.stride()
-        # empty_like is the quicker of the two, and for contiguous tensors the same
-        out = empty_like(q) if alike and q.is_contiguous() else q.new_empty(shape)
-        run(
-            isa, threads(), code, sizes, scale, softcap, (q.data_ptr(), q0, q2, q1),
-            (k.data_ptr(), k0, k2, k1), (v.data_ptr(), v0, v2, v1),
-            (out.data_ptr(), batch, width, row), None, terms_for(mask, q, k) if masked else (),
-            None, None, None, None, None,
-        )  # fmt: skip
-        return out
-
-    return kernel
-
-
-def _heads_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -> Kernel:
-    """The bare kernel for (B, N, T, H); the output lies as the queries do, see `empty_out`."""
-    run, threads, plain = module.load().forward, torch.get_num_threads, PLAIN
-    isa, code, sizes, scale, softcap = fixed
-    b, n, t, width = problem.batch, problem.heads, problem.q_len, problem.value_dim
-    masked, alike = problem.mask is not None, width == problem.head_dim
-    shape, usual = (b, n, t, width), (n * t * width, t * width, width, 1)
-    functorch, modes, tracing = WATCHERS
-    empty_like = torch.empty_like
-
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
-    ) -> Any:
-        if not (
-            type(q) in plain and type(k) in plain and type(v) in plain
-            and not functorch() and not modes() and tracing() is None
-            and forward_ad._current_level < 0
-        ):  # fmt: skip
-            return careful(q, k, v, mask, bias, sinks)
-        q0, q1, q2, _ = q.stride()
-        k0, k1, k2, _ = k.stride()
-        v0, v1, v2, _ = v.stride()
-        out = empty_like(q) if alike else q.new_empty(shape)
-        batch, head, row, last = usual if q.is_contiguous() or not alike else out.stride()
-        if last != 1:  # of rows that overlap
+        if terms is None:
+            terms = terms_of(program_of(mask, q, k, layout)[0], (), layout)[0]
+        # as calls.empty_out does it, without a call and with the quickest way that serves
+        if alike and (q.is_contiguous() or not rows_first):
+            out = empty_like(q)
+            if out.stride(3) != 1:  # of rows that overlap
+                out = q.new_empty(shape)
+        else:
             out = q.new_empty(shape)
-            batch, head, row, _ = usual
-        run(
-            isa, threads(), code, sizes, scale, softcap, (q.data_ptr(), q0, q1, q2),
-            (k.data_ptr(), k0, k1, k2), (v.data_ptr(), v0, v1, v2),
-            (out.data_ptr(), batch, head, row), None, terms_for(mask, q, k) if masked else (),
-            None, None, None, None, None,
-        )  # fmt: skip
+        isa = place if raw(variable) is asked else isa_index()
+        try:
+            run(
+                exchange, isa, threads(), code, rows_first, sizes, scale, softcap, q, k, v, out,
+                terms,
+            )  # fmt: skip
+        except ValueError:  # zeros without memory, say: the other way knows, or says what is wrong
+            return careful(q, k, v, mask, bias, sinks)
         return out
 
     return kernel

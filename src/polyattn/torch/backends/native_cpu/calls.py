@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyattn import settings
+from polyattn.errors import InvalidProblem
 from polyattn.native import module
 from polyattn.torch.backends.native_cpu.arguments import (
     DTYPES,
@@ -23,15 +22,9 @@ from polyattn.torch.backends.native_cpu.arguments import (
 )
 
 __all__ = [
-    "Constants",
-    "Extras",
-    "Needs",
-    "backward",
-    "empty_lse",
-    "empty_like_rows",
-    "empty_out",
-    "forward",
-]
+    "Constants", "Extras", "Needs", "as_it_counts", "backward", "dense_rows", "empty_like_rows",
+    "empty_lse", "empty_out", "forward",
+]  # fmt: skip
 
 
 class Constants(NamedTuple):
@@ -60,12 +53,6 @@ class Needs(NamedTuple):
 
     bias: bool
     sinks: bool
-
-
-@functools.cache
-def _isa(wanted: object) -> int:
-    """Return the instruction set to use; parsed once for each value of the variable."""
-    return module.isa_index()
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -116,8 +103,8 @@ def forward(
     found, packed, sequences = terms_of(extras.codes, extras.arrays, layout)
     bias, slopes, sinks = _in_kernel_dtypes(extras)
     lse = empty_lse(q, layout) if wants_lse else None
-    module.load().forward(
-        _isa(settings.raw(settings.NATIVE_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
+    _run(
+        module.load().forward, module.isa_index(), torch.get_num_threads(), DTYPES[q.dtype],
         sizes_of(q, k, v, layout, sequences), scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), array(out, layout),
         None if lse is None else rows(lse, layout), found, packed,
@@ -148,8 +135,8 @@ def backward(
         if any(n > 1 and s == 0 for n, s in zip(bias.shape, bias.stride(), strict=True)):
             bias = bias.contiguous()  # each of its entries has a gradient of its own
         dbias = bias.new_zeros(bias.shape, dtype=torch.float32)
-    module.load().backward(
-        _isa(settings.raw(settings.NATIVE_ISA)), torch.get_num_threads(), DTYPES[q.dtype],
+    _run(
+        module.load().backward, module.isa_index(), torch.get_num_threads(), DTYPES[q.dtype],
         sizes_of(q, k, v, layout, sequences), scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), rows(lse, layout), found, packed,
         None if bias is None else bias_argument(bias),
@@ -166,22 +153,35 @@ def backward(
     return dq, dk, dv, dbias, dsinks
 
 
+def _run(kernel: Callable[..., None], *arguments: Any) -> None:
+    try:
+        kernel(*arguments)
+    except ValueError as error:
+        raise InvalidProblem(f"got a call that the kernels refuse: {error}.") from error
+
+
 def dense_rows(x: Tensor) -> Tensor:
     """Return `x` with a contiguous last dim, at the address where its values are as they count."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        x = x.contiguous()
-    return x.resolve_neg() if x.is_neg() else x
+    x = as_it_counts(x)
+    return x.contiguous() if x.stride(-1) != 1 and x.shape[-1] != 1 else x
+
+
+def as_it_counts(x: Tensor) -> Tensor:
+    """Return `x` with its values in memory: not negated by a flag, nor zeros that none holds."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_neg()
 
 
 def _in_kernel_dtypes(extras: Extras) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return bias, slopes and sinks as the kernels read them."""
     bias, slopes, sinks = extras.bias, extras.slopes, extras.sinks
     if bias is not None:
-        bias = (bias if bias.dtype in DTYPES else bias.float()).resolve_neg()
+        bias = as_it_counts(bias if bias.dtype in DTYPES else bias.float())
     if slopes is not None:
-        slopes = slopes.float().resolve_neg()
+        slopes = as_it_counts(slopes.float())
     if sinks is not None:
-        sinks = sinks.float().contiguous().resolve_neg()
+        sinks = as_it_counts(sinks.float()).contiguous()
     return bias, slopes, sinks
 
 
@@ -193,10 +193,9 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, layout: str) -> Tenso
     return sums if dlse is None else sums - dlse.float()
 
 
-def _dbias_argument(dbias: Tensor) -> tuple[int, int, int, int, int]:
-    pointer, _, *strides = bias_argument(dbias)
-    batch, head, row, column = strides
-    return pointer, batch, head, row, column
+def _dbias_argument(dbias: Tensor) -> tuple[int, ...]:
+    pointer, size, _, *strides = bias_argument(dbias)
+    return pointer, size, *strides
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, layout: str) -> Tensor:

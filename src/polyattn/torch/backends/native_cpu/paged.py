@@ -21,12 +21,14 @@ from polyattn.torch.backends.native_cpu.arguments import (
     DTYPES,
     Array,
     array,
+    memory,
     rows,
     sinks_argument,
     terms_of,
 )
 from polyattn.torch.backends.native_cpu.calls import (
     Constants,
+    as_it_counts,
     dense_rows,
     empty_like_rows,
     empty_lse,
@@ -62,7 +64,7 @@ class _Paged:
 
     def __init__(self, problem: Problem, constants: Constants) -> None:
         self.problem, self.constants = problem, constants
-        self.run, self.isa = module.load().forward, module.isa_index()
+        self.run = module.load().forward
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, sinks: Tensor | None,
@@ -71,15 +73,14 @@ class _Paged:
         p, layout = self.problem, self.constants.layout
         out = empty_like_rows(q, p.value_dim, layout)
         lse = empty_lse(q, layout) if p.lse else None
-        sinks = None if sinks is None else sinks.float().contiguous().resolve_neg()
+        sinks = None if sinks is None else as_it_counts(sinks.float()).contiguous()
         keys = array(k, layout), array(v, layout)
         queries: list[Array | None] = [array(q, layout), array(out, layout)]
         queries.append(None if lse is None else rows(lse, layout))
         extras = None if sinks is None else sinks_argument(sinks), (p.paged or 1, k.shape[0])
-        pointer = table.data_ptr()
         if mask is None or (p.q_len == 1 and isinstance(mask, Causal)):
-            limit = ((KV_LIMIT, lengths.data_ptr()),)
-            self._one(p.batch, p.kv_len, queries, keys, limit, extras, pointer)
+            limit = ((KV_LIMIT, *memory(lengths)),)
+            self._one(p.batch, p.kv_len, queries, keys, limit, extras, memory(table))
             return out, lse
         program = encode(mask)
         if program is None:
@@ -88,22 +89,22 @@ class _Paged:
         sizes = (q.element_size(), out.element_size(), 4)
         for b, length in enumerate(lengths.tolist()):
             at = [_entry(x, b, size) for x, size in zip(queries, sizes, strict=True)]
-            self._one(1, length, at, keys, terms, extras, pointer + 8 * b * table.shape[1])
+            self._one(1, length, at, keys, terms, extras, memory(table[b]))
         return out, lse
 
     def _one(
         self, batch: int, kv_len: int, queries: Sequence[Array | None], keys: tuple[Array, Array],
-        terms: Any, extras: tuple[Any, tuple[int, int]], table: int,
+        terms: Any, extras: tuple[Any, tuple[int, int]], table: tuple[int, int],
     ) -> None:  # fmt: skip
         p, (_, scale, softcap) = self.problem, self.constants
         q, out, lse = queries
         sinks, (page_size, count) = extras
         sizes = (batch, p.heads, p.kv_heads, p.q_len, kv_len, p.head_dim, p.value_dim)
+        isa, dtype = module.isa_index(), DTYPES[getattr(torch, p.dtype)]
         try:
             self.run(
-                self.isa, torch.get_num_threads(), DTYPES[getattr(torch, p.dtype)], sizes, scale,
-                softcap, q, *keys, out, lse, terms, None, None, None, sinks,
-                (table, p.kv_len // page_size, page_size, count),
+                isa, torch.get_num_threads(), dtype, sizes, scale, softcap, q, *keys, out, lse,
+                terms, None, None, None, sinks, (*table, p.kv_len // page_size, page_size, count),
             )  # fmt: skip
         except ValueError as error:
             raise InvalidProblem(
@@ -113,4 +114,8 @@ class _Paged:
 
 def _entry(x: Array | None, b: int, size: int) -> Array | None:
     """Return an array that begins at batch entry `b`."""
-    return None if x is None else (x[0] + b * x[1] * size, *x[1:])
+    if x is None:
+        return None
+    pointer, there, batch, head, row = x
+    skipped = b * batch * size
+    return pointer + skipped, max(there - skipped, 0), batch, head, row

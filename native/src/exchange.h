@@ -1,0 +1,27 @@
+// Tensors read without a Python call: what they say of themselves through DLPack's C exchange.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "polyattn/arguments.h"
+
+namespace polyattn {
+
+// Reads tensors of the type whose `__dlpack_c_exchange_api__` it is made of. Complaints are Python's
+// ValueError; what is no such tensor raises what its framework raises.
+class Exchange {
+ public:
+  explicit Exchange(nanobind::handle capsule);
+
+  // An array of these four sizes on the CPU, in this order in the tensor's shape; `head` and `row`
+  // are the dims of the heads and of the rows.
+  Array array(nanobind::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4],
+              int head, int row) const;
+
+ private:
+  int (*read_)(void* tensor, void* description);
+};
+
+}  // namespace polyattn
