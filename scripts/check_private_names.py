@@ -90,9 +90,9 @@ def complaints(tree: ast.Module, known: frozenset[str], own: frozenset[str]) -> 
     said, of_torch = docstrings(tree), torch_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            for path in _imported(node):
-                if path.split(".")[0] == "torch" and any(map(is_private, path.split("."))):
-                    yield f"{node.lineno}: imports {path}"
+            for name in _imported(node):
+                if name.split(".")[0] == "torch" and any(map(is_private, name.split("."))):
+                    yield f"{node.lineno}: imports {name}"
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             path = _path(node, of_torch)
             if path is not None:

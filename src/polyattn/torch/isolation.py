@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from polyattn.torch.internals import are_transforms_active
 from polyattn.torch.masking import Visible
 
 __all__ = ["hide", "is_readable", "mend"]
@@ -36,7 +37,7 @@ def is_readable(out: Tensor) -> bool:
         out.device.type == "cpu"
         and type(out) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and not are_transforms_active()
     )
 
 

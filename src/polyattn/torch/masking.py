@@ -16,6 +16,7 @@ from polyattn import fit
 from polyattn.biases import Alibi, Bias
 from polyattn.errors import InvalidProblem
 from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed
+from polyattn.torch.internals import dispatch_modes
 
 __all__ = [
     "Dims",
@@ -194,7 +195,7 @@ def block_bits(mask: BlockMap, kv_len: int) -> Tensor:
 def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
     """Return the dense mask; small ones that the lengths determine are kept."""
     # under a compiler or a dispatch mode (fake tensors, tracing) tensors are that mode's own
-    modes = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()
+    modes = torch.compiler.is_dynamo_compiling() or dispatch_modes()
     if modes or not is_static(mask):
         return Visible(materialise(mask, dims, device), dims)
     key = (mask.signature, dims, device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from polyattn import settings
+from polyattn.torch.internals import unwrapped
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.run import ActivationTrace
@@ -35,7 +36,7 @@ def attach_activation_trace(model: nn.Module) -> ActivationTrace | None:
     from polyattn.hooks.activation_trace.files import file_for
     from polyattn.hooks.activation_trace.run import ActivationTrace
 
-    model = getattr(model, "_orig_mod", model)
+    model = unwrapped(model)
     run = _attached.get(model)
     if run is None or not run.attached:
         run = ActivationTrace(
@@ -51,6 +52,6 @@ def detach_activation_trace(model: nn.Module) -> None:
 
     >>> detach_activation_trace(nn.Linear(2, 2))
     """
-    run = _attached.pop(getattr(model, "_orig_mod", model), None)
+    run = _attached.pop(unwrapped(model), None)
     if run is not None:
         run.close()

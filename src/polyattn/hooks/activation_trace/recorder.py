@@ -12,7 +12,6 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,13 @@ from polyattn.hooks.activation_trace.rows import RowPool, Rows
 from polyattn.hooks.activation_trace.selection import Chosen
 from polyattn.hooks.activation_trace.statistics import recording
 from polyattn.hooks.activation_trace.step import current_step
-from polyattn.hooks.activation_trace.tensors import plain, transforms
+from polyattn.hooks.activation_trace.tensors import plain
+from polyattn.torch.internals import (
+    current_graph_task,
+    own_parameters,
+    transform_level,
+    version_of,
+)
 from polyattn.trace import JsonlSink
 
 if TYPE_CHECKING:
@@ -42,7 +47,6 @@ _INTERVAL = 0.05
 _PATIENCE = 5.0
 """Seconds to wait for another thread's record: a statistic of the user's may wait for us."""
 
-task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 Found = list[tuple[str, Tensor]]
 Place = tuple[int, str, int, int | None, str, str]
 Seen = tuple[Any, int, int, str | None]
@@ -137,7 +141,9 @@ class Recorder:
 
     def enter(self, hook: TraceHook, found: Found, compiled: bool = False) -> None:
         """A call of the hook's module begins, with these tensors."""
-        if task() != -1:  # recomputing(): checkpointing runs what was recorded a second time
+        if (
+            current_graph_task() != -1
+        ):  # recomputing(): checkpointing runs what was recorded a second time
             return
         lane = self._lanes.get(get_ident()) or self.lane()
         stack = lane.stack
@@ -156,20 +162,20 @@ class Recorder:
         if self.inputs:
             self.record(lane, call, "in", found)
             if not compiled:
-                call.given = [(at, t, t._version) for at, t in found if not t.is_inference()]
+                call.given = [(at, t, version_of(t)) for at, t in found if not t.is_inference()]
             if self._gradients is not None:
                 self._gradients.follow(call, "grad_in", found)
 
     def leave(self, hook: TraceHook, found: Found, compiled: bool = False) -> None:
         """The call ends, with these tensors."""
-        if task() != -1:
+        if current_graph_task() != -1:
             return
         lane = self._lanes.get(get_ident()) or self.lane()
         call = self._pop(lane, hook)
         if call is None:
             return
         if call.wanted:
-            changed = [(at, t) for at, t, version in call.given if t._version != version]
+            changed = [(at, t) for at, t, version in call.given if version_of(t) != version]
             # an argument changed in place comes out as well, though the module may not return it
             self.record(lane, call, "out", [*found, *changed] if changed else found)
             if self._gradients is not None:
@@ -222,7 +228,7 @@ class Recorder:
                 raise
 
     def _record(self, lane: Lane, call: Call, phase: str, found: Found) -> None:
-        hook, level, done = call.hook, transforms(), 0
+        hook, level, done = call.hook, transform_level(), 0
         special = bool(self.custom) or hook.whole
         if self._quickly is not None and not special and level is None:
             # in native code, up to the first that is no plain tensor on the CPU
@@ -244,7 +250,7 @@ class Recorder:
         hook, seq = call.hook, self._next_seq()
         # Compiled code changes tensors behind their version, and inference tensors have none:
         # there the numbers tell whether a tensor came before.
-        version = -1 if call.compiled or t.is_inference() else t._version
+        version = -1 if call.compiled or t.is_inference() else version_of(t)
         hit = None if version < 0 else lane.seen.get(id(t))
         place = (seq, hook.head, call.number, call.step, phase, path)
         if hit is not None and hit[1] == version and hit[0]() is t:
@@ -310,10 +316,10 @@ class Recorder:
     def _weights(self, lane: Lane, call: Call) -> None:
         """Record the module's own parameters, those that have changed since they were recorded."""
         module = call.hook.module()
-        for name, t in [] if module is None else module._parameters.items():
+        for name, t in [] if module is None else own_parameters(module).items():
             if t is None:
                 continue
-            version = (id(t), -1 if t.is_inference() else t._version)
+            version = (id(t), -1 if t.is_inference() else version_of(t))
             if call.hook.recorded_weights.get(name) != version:
                 call.hook.recorded_weights[name] = version
                 self.record(lane, call, "param", [(name, t)])

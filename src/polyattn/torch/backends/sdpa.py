@@ -22,6 +22,8 @@ from torch import Tensor
 
 from polyattn.problem import Problem
 from polyattn.simplify import key_range
+from polyattn.torch import internals
+from polyattn.torch.internals import are_transforms_active
 from polyattn.torch.isolation import hide, holds_nan, is_readable, mend, zero_empty
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.masking import Dims, Visible, dense_bias, four_dims, visible
@@ -69,14 +71,14 @@ def _flash_cpu(function: Any) -> Call:
 def _flash_cuda(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
-    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    op = internals.flash_attention
     return op(q, k, v, dropout, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
 
 
 def _efficient(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
-    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    op = internals.efficient_attention
     if mask is not None:
         mask = _aligned(mask, (*q.shape[:3], k.shape[2]))
     out, sums, *_ = op(q, k, v, mask, lse or q.requires_grad, dropout, causal, scale=scale)
@@ -86,7 +88,7 @@ def _efficient(
 def _cudnn(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
-    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    op = internals.cudnn_attention
     if mask is not None:
         mask = mask.expand(*q.shape[:3], k.shape[2])
     out, sums, *_ = op(q, k, v, mask, True, dropout, causal, False, scale=scale)
@@ -96,7 +98,7 @@ def _cudnn(
 def _math(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
-    op = torch.ops.aten._scaled_dot_product_attention_math.default
+    op = internals.math_attention
     wide = q.dtype in (torch.float16, torch.bfloat16)
     out_dtype = q.dtype
     if wide:  # softmax and accumulation in float32 at least
@@ -121,9 +123,9 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
             return _prepare(Op(_flash_cuda, grouped=True), problem, config)
         # torch's own binding costs 1.7 us less than the operator handle; compilers want the handle
         function = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            internals.flash_operator_for_cpu
             if problem.compiled
-            else torch._scaled_dot_product_flash_attention_for_cpu
+            else internals.flash_attention_for_cpu
         )
         if _is_plain(problem) and problem.mask is None:
             return _plain_flash_cpu(function, problem)
@@ -187,7 +189,7 @@ def _causal_flash_cpu(
             out = function(q4, k4, v4, 0.0, True, scale=scale)[0]
         else:
             out = function(q, k, v, 0.0, True, scale=scale)[0]
-        if type(out) is Tensor and not torch._C._are_functorch_transforms_active():
+        if type(out) is Tensor and not are_transforms_active():
             # the last row sees every key: it tells whether there is a NaN among them
             last = out if small else out[:, :, -1]
             total = (last.detach() if grad else last).sum().item()
@@ -220,7 +222,7 @@ def _dense_flash_cpu(
         if added.dtype != wide:
             added = added.to(wide)
         out = function(q4, k4, v4, 0.0, False, attn_mask=added, scale=scale)[0]
-        if torch._C._are_functorch_transforms_active() or holds_nan(out, True):
+        if are_transforms_active() or holds_nan(out, True):
             return careful(q, k, v, mask, bias, sinks)
         return out.transpose(1, 2) if turned else out
 

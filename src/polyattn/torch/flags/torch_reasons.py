@@ -16,6 +16,7 @@ from polyattn.capabilities import Reason
 from polyattn.selection import Rejected, Selection
 from polyattn.torch.door import Call
 from polyattn.torch.flags.torch_messages import by_backend, translate
+from polyattn.torch.internals import can_use
 from polyattn.torch.layouts import to_bnth
 
 __all__ = [
@@ -75,15 +76,10 @@ def hushed() -> Iterator[list[str]]:
         filters.remove(entry)
 
 
-_QUERIES: dict[str, Callable[[Any, bool], bool]] = {
-    "sdpa_flash": torch._C._can_use_flash_attention,
-    "sdpa_efficient": torch._C._can_use_mem_efficient_attention,
-    "sdpa_cudnn": torch._C._can_use_cudnn_attention,
-}
 _SILENT = Reason("torch", "its own check refuses", "what torch does not say")
 
 
-def torch_says(params: Any, backends: Iterable[str] = tuple(_QUERIES)) -> dict[str, list[Reason]]:
+def torch_says(params: Any, backends: Iterable[str] = tuple(can_use)) -> dict[str, list[Reason]]:
     """Ask torch itself why it would not use each kernel; an empty list says that it would.
 
     `params`: a ``torch.backends.cuda.SDPAParams`` or an object with its attributes. Only a CUDA
@@ -99,7 +95,7 @@ def torch_says(params: Any, backends: Iterable[str] = tuple(_QUERIES)) -> dict[s
     if not torch.backends.cuda.is_built():
         return {}
     asked = _as_params(params)
-    return {name: _asked(_QUERIES[name], asked) for name in backends if name in _QUERIES}
+    return {name: _asked(can_use[name], asked) for name in backends if name in can_use}
 
 
 def _as_params(params: Any) -> Any:

@@ -20,9 +20,11 @@ from polyattn.torch.internals.rows import deferred, noted
 __all__ = [
     "DYNAMO_CONFIG",
     "INDUCTOR_CONFIG",
+    "READS_OF_MODULES",
     "cache_entries",
     "compiled_frames",
     "compiles_calls",
+    "debug_mode",
     "dynamo_config",
     "eager_flex_attention",
     "forget_frame",
@@ -114,6 +116,13 @@ _count_of = deferred(
 _precompiled_of = deferred(
     f"{_EVAL_FRAME}._debug_get_precompile_entries", "what was compiled ahead is not there", None
 )
+_OF_MODULES = ("_modules", "_parameters", "_buffers")
+_GUARD = "what was compiled with a module whose guards were left out is not forgotten"
+noted("torch.nn.modules.module._global_forward_hooks", _GUARD)
+noted("torch.nn.Module._buffers", _GUARD, sample=torch.nn.Module)
+READS_OF_MODULES = "_global_forward_hooks", frozenset(_OF_MODULES)
+"""What shows that a compiled frame calls modules: a name in its guards, and names in its code."""
+
 noted(_CONVERSION, "frames that were compiled are not counted, and not forgotten")
 noted(f"{_CONVERSION}.input_codes", "as without the module")
 noted(f"{_CONVERSION}.compile_lock", "as without the module")
@@ -238,6 +247,14 @@ def eager_flex_attention() -> Any:
 def require_cpp_compiler() -> None:
     """Raise where Inductor finds no C++ compiler; the error is torch's own."""
     _compiler()()
+
+
+# --- torch's own tracing, which `bench trace` is compared with ---
+
+debug_mode: Callable[[], Any] = deferred(
+    "torch.utils._debug_mode.DebugMode", "that comparison refuses", seen=("2.13", "2.15")
+)
+"""Return the class of torch's own mode for debugging."""
 
 
 # --- torch.jit ---

@@ -36,7 +36,7 @@ torch_sdpa: Callable[..., Any] = private(
 
 def replace_operator(old: Any, new: Any) -> None:
     """Put `new` where compilers look torch's operator up, if `old` is there."""
-    place = getattr(torch._C, "_nn", None)
+    place: Any = getattr(torch._C, "_nn", None)
     if getattr(place, "scaled_dot_product_attention", None) is old:
         place.scaled_dot_product_attention = new
 

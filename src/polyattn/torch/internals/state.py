@@ -86,7 +86,7 @@ dispatch_modes: Callable[[], int] = private(
 tracing_state: Callable[[], Any] = private(
     "torch._C._get_tracing_state",
     "torch.jit.is_tracing(), a Python function, is called instead",
-    lambda: torch.jit.is_tracing() or None,
+    lambda: torch.jit.is_tracing() or None,  # type: ignore[attr-defined]
 )
 """What torch.jit.trace is making, None while it is not."""
 

@@ -18,6 +18,7 @@ __all__ = [
     "deterministic_warn_only",
     "fact",
     "filter_state",
+    "has_xpu",
     "fp32_precision",
     "library",
     "matmul_precision",
@@ -150,6 +151,12 @@ def fact(knob: str) -> Callable[[], Any] | str:
     return (lambda: found) if isinstance(found, bool) else found
 
 
+def has_xpu() -> bool:
+    """Say whether torch was built for Intel's GPUs."""
+    found = _READ["xpu"]
+    return getattr(torch.version, "xpu", None) is not None if found == ABSENT else bool(found)
+
+
 _CUDNN = noted("torch._C._cudnn", "the version of cuDNN is not told", build=_CUDA)
 
 
@@ -252,17 +259,15 @@ set_sdp_priority: Callable[[list[int]], None] = private(
 )
 
 _REDUCTIONS = {
-    dtype: Switch(
-        *(
-            private(f"torch._C._{verb}_cublas_allow_{dtype}_reduced_precision_reduction", _KNOB)
-            for verb in ("get", "set")
-        )
+    dtype: (
+        private(f"torch._C._get_cublas_allow_{dtype}_reduced_precision_reduction", _KNOB),
+        private(f"torch._C._set_cublas_allow_{dtype}_reduced_precision_reduction", _KNOB),
     )
     for dtype in ("fp16", "bf16")
 }
 
 
-def reductions(dtype: str) -> Switch:
+def reductions(dtype: str) -> tuple[Callable[[], Any], Callable[..., Any]]:
     """Return the getter and the setter of sums in ``fp16`` or ``bf16``.
 
     Torch 2.9 keeps one value, later ones a pair: whether, and whether products may be split.

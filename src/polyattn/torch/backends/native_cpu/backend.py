@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
-from torch.autograd import forward_ad
 
 from polyattn.biases import Alibi
 from polyattn.native import module
@@ -24,12 +22,18 @@ from polyattn.torch.backends.native_cpu.autograd import attend, transform
 from polyattn.torch.backends.native_cpu.calls import Constants, Extras, forward
 from polyattn.torch.backends.native_cpu.operator import native_attention
 from polyattn.torch.backends.native_cpu.paged import paged_kernel
+from polyattn.torch.internals import (
+    are_transforms_active,
+    dispatch_modes,
+    dual_level,
+    tracing_state,
+)
 
 __all__ = ["load"]
 
 Kernel = Callable[..., Any]
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-_WATCHERS = _are_functorch_transforms_active, _len_torch_dispatch_stack, _get_tracing_state
+_WATCHERS = are_transforms_active, dispatch_modes, tracing_state
 _STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})  # masks without arrays
 
 
@@ -68,7 +72,7 @@ def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Ke
         if trains and _wants_wide(dtype, dense, sinks):
             q, k, v = q.float(), k.float(), v.float()
         codes, arrays = program_of(mask, q, k, layout)
-        if not traced and (_are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        if not traced and (are_transforms_active() or dual_level() >= 0):
             extras = Extras(dense, slopes, sinks, codes, arrays)
             out, lse = transform(q, k, v, extras, constants)
         else:
@@ -120,10 +124,10 @@ def _wants_wide(dtype: torch.dtype, bias: Tensor | None, sinks: Tensor | None) -
 def _is_watched() -> bool:
     """Say whether something has to see what is done with plain tensors."""
     return (
-        _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack() > 0
-        or _get_tracing_state() is not None
-        or forward_ad._current_level >= 0
+        are_transforms_active()
+        or dispatch_modes() > 0
+        or tracing_state() is not None
+        or dual_level() >= 0
     )
 
 
@@ -169,7 +173,7 @@ def _rows_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) -
         if not (
             type(q) in plain and type(k) in plain and type(v) in plain
             and not functorch() and not modes() and tracing() is None
-            and forward_ad._current_level < 0
+            and dual_level() < 0
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
         q0, q1, q2, _ = q.stride()
@@ -202,7 +206,7 @@ def _heads_first(problem: Problem, fixed: Any, terms_for: Any, careful: Kernel) 
         if not (
             type(q) in plain and type(k) in plain and type(v) in plain
             and not functorch() and not modes() and tracing() is None
-            and forward_ad._current_level < 0
+            and dual_level() < 0
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
         q0, q1, q2, _ = q.stride()
