@@ -145,7 +145,10 @@ class Joined(Mask):
 
     @property
     def signature(self) -> str:
-        return self.sign.join(f"({p!r})" if p.parts else repr(p) for p in self.members)
+        texts = (
+            (p.signature, p.parts) for p in self.members
+        )  # no repr(): torch 2.9 cannot trace it
+        return self.sign.join(f"({text})" if parts else text for text, parts in texts)
 
     @property
     def align(self) -> Align | None:
