@@ -145,10 +145,8 @@ class Joined(Mask):
 
     @property
     def signature(self) -> str:
-        texts = (
-            (p.signature, p.parts) for p in self.members
-        )  # no repr(): torch 2.9 cannot trace it
-        return self.sign.join(f"({text})" if parts else text for text, parts in texts)
+        # not repr(), which torch 2.9 cannot trace
+        return self.sign.join(f"({p.signature})" if p.parts else p.signature for p in self.members)
 
     @property
     def align(self) -> Align | None:

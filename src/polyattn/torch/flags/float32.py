@@ -12,13 +12,14 @@ Source: torch 2.9 to 2.13, ``aten/src/ATen/Context.{h,cpp}``; the tests try ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from polyattn.knobs.cells import Cells
+from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.internals import compiled_frames
 from polyattn.torch.internals.switches import (
     cublas_tf32,
@@ -80,10 +81,10 @@ class Float32Cells(Cells):
         precisions = {name: value for name, value in values.items() if name not in _NO_PRECISION}
         if MATMUL_NAME in values and values[MATMUL_NAME] != matmul_name():
             self._keep(precisions, "cuda.matmul", "mkldnn.matmul")
-            set_matmul_precision(values[MATMUL_NAME])
+            _quietly(set_matmul_precision, values[MATMUL_NAME])
         if CUDNN_BOOL in values and values[CUDNN_BOOL] != cudnn_bool():
             self._keep(precisions, "cuda.conv", "cuda.rnn")
-            set_cudnn_tf32(values[CUDNN_BOOL])
+            _quietly(set_cudnn_tf32, values[CUDNN_BOOL])
         for name, value in sorted(precisions.items(), key=_level_first):
             backend, operator = name.split(".")
             put(backend, operator, value)
@@ -96,6 +97,12 @@ class Float32Cells(Cells):
             if name not in precisions:
                 backend, operator = name.split(".")
                 precisions[name] = _stored(backend, operator)
+
+
+def _quietly(function: Callable[..., Any], *values: Any) -> Any:
+    """Call what torch 2.9 warns of once: that a name is old. Who used it is told by its knob."""
+    with hushed():
+        return function(*values)
 
 
 CELLS = Float32Cells()
@@ -143,7 +150,7 @@ def put_cudnn_bool(value: bool) -> None:
     """Set the old switch, unless that would only end the initial values."""
     if value and cudnn_bool() and {_get("cuda", "conv"), _get("cuda", "rnn")} == {"tf32"}:
         return
-    set_cudnn_tf32(value)
+    _quietly(set_cudnn_tf32, value)
     _stand_ins.clear()
 
 
@@ -205,9 +212,9 @@ def matmul_name() -> str:
     CUDA's own getter raises exactly where its products disagree with the name.
     """
     with suppress(RuntimeError):
-        return matmul_precision()
+        return _quietly(matmul_precision)
     try:
-        highest = not cublas_tf32()
+        highest = not _quietly(cublas_tf32)
     except RuntimeError:
         highest = _get("cuda", "matmul") == "tf32"
     if highest:
@@ -222,7 +229,7 @@ def plain_cudnn_bool() -> bool:
     with each other, that tells the switch.
     """
     try:
-        return cudnn_tf32()
+        return _quietly(cudnn_tf32)
     except RuntimeError:
         convolutions, recurrent = (_get("cuda", kind) == "tf32" for kind in ("conv", "rnn"))
         if convolutions != recurrent:
@@ -238,7 +245,7 @@ def cudnn_bool() -> bool:
     try:
         for operator in stored:
             _set("cuda", operator, "ieee")
-        return cudnn_tf32()
+        return _quietly(cudnn_tf32)
     except RuntimeError:  # it disagrees with the two, so it is on
         return True
     finally:

@@ -203,11 +203,20 @@ _register_effect = deferred(
 )
 
 
+_sink = deferred(
+    "torch.ops.prims._sink_tokens.default",
+    "nothing is done: it is what keeps effects alive in Inductor's graphs, torch 2.13 says so too",
+    None,
+)
+
+
 def order_effects(operator: Any) -> None:
     """Have compilers neither drop nor reorder calls of an operator."""
-    kinds, register = _effect(), _register_effect()
+    kinds, register, sink = _effect(), _register_effect(), _sink()
     if kinds is not None and register is not None:
         register(operator, kinds.ORDERED)
+    if sink is not None:
+        torch.fx.node.has_side_effect(sink)  # torch 2.9 forgot, so that its Inductor drops effects
 
 
 _limit_hit = deferred(
