@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -221,6 +222,8 @@ def main() -> int:
     parser.add_argument("options", nargs="*", help="after --: for pytest, instead of the core")
     arguments = parser.parse_args()
     tried: list[Corner] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where the shell had SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="try_versions-") as folder:
             for corner in wanted(arguments):

@@ -20,8 +20,9 @@ from polyattn.errors import InvalidProblem
 from polyattn.facts import Facts
 from polyattn.problem import Problem
 from polyattn.registry import Missing, registry
+from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.flags.sdpa_checks import CHECKS, Array, SdpaCall, faults
-from polyattn.torch.flags.torch_reasons import hushed, merged, torch_says
+from polyattn.torch.flags.torch_reasons import merged, torch_says
 from polyattn.torch.internals import is_allowed, torch_sdpa
 
 __all__ = [

@@ -247,7 +247,7 @@ def _cuda_libraries() -> Iterator[Access]:
         yield knob(
             f"cuda.{library}_workspace_size", *switch(f"cuda.{library}_workspace_size"),
             f"Bytes of work space for {library}.", type="int",
-            low=0, since="2.13", builds=CUDA_BUILD,
+            low=0, since="2.13", builds=CUDA_BUILD, lacks=lambda value=None: _no_device(),
         )  # fmt: skip
     yield knob(
         "cuda.sync_debug_mode", *switch("cuda.sync_debug_mode"),
