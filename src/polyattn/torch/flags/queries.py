@@ -73,6 +73,11 @@ def _libraries() -> Iterator[Access]:
         "xnnpack.enabled", fact("xnnpack.enabled"), "Whether torch was built with XNNPACK.",
         why_fixed="torch allows no assignment",
     )  # fmt: skip
+    yield from _package_and_engines()
+
+
+def _package_and_engines() -> Iterator[Access]:
+    backends = torch.backends
     yield query(
         "opt_einsum.is_available", backends.opt_einsum.is_available,
         "Whether the package opt_einsum is installed.",
