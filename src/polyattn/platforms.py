@@ -15,7 +15,7 @@ from polyattn.errors import PolyattnError, near_matches
 
 __all__ = ["FACES", "Described", "Platform", "find_platform", "platform_of", "register_platform"]
 
-FACES = {"torch": "polyattn.torch"}
+FACES = {"torch": "polyattn.torch.api"}
 """The module of each framework whose import registers its platform."""
 
 

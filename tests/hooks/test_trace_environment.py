@@ -28,7 +28,8 @@ OFF = """
     loaded = {name for name in sys.modules if name.startswith("polyattn.")}
     print(sorted(n for n in loaded if "trace" in n and not n.endswith(
         ("hooks.activation_trace", ".environment", ".step"))))
-    print(any(name.startswith(("polyattn.torch", "polyattn.native")) for name in loaded))
+    loaded = {n for n in loaded if not n.startswith("polyattn.torch.internals")}
+    print(any(name.startswith(("polyattn.torch.", "polyattn.native")) for name in loaded))
 """
 
 ON = """

@@ -17,7 +17,7 @@ __all__ = ["LEGEND", "SHAPE", "Case", "Missing", "namespace", "our_cases", "peer
 SHAPE = (1, 1, 8, 8)
 
 LEGEND = {
-    "kernel": "torch._scaled_dot_product_flash_attention_for_cpu, the shortest call of it",
+    "kernel": "torch's flash kernel for CPUs, the shortest call of it",
     "step": "plan(q, k, v, ...)",
     "compiled": 'torch.compile(fullgraph=True, backend="eager") of a function with this one call',
     "qT": "q.transpose(1, 2): the kernel takes heads second, so a direct call with BTNH tensors "
@@ -58,23 +58,23 @@ def namespace() -> dict[str, Any]:
 
     from polyattn import Causal
     from polyattn.torch import attention, plan, scaled_dot_product_attention
+    from polyattn.torch.internals import flash_attention_for_cpu, flash_operator_for_cpu
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(SHAPE) for _ in range(3))
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, layout="BNTH")
 
     def direct(q: Any, k: Any, v: Any) -> Any:
-        return op(q, k, v)[0]
+        return flash_operator_for_cpu(q, k, v)[0]
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, fullgraph=True, backend="eager", dynamic=False)
 
     return {
         "q": q, "k": k, "v": v, "torch": torch, "F": torch.nn.functional,
-        "kernel": torch._scaled_dot_product_flash_attention_for_cpu,
+        "kernel": flash_attention_for_cpu,
         "attention": attention, "sdpa": scaled_dot_product_attention, "Causal": Causal,
         "causal": Causal(), "step": plan(q, k, v, layout="BNTH"), "step_BTNH": plan(q, k, v),
         "sdpa_kernel": sdpa_kernel, "FLASH": SDPBackend.FLASH_ATTENTION,

@@ -14,17 +14,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import nn
+
+from polyattn.torch.internals import (
+    DYNAMO_CONFIG,
+    READS_OF_MODULES,
+    cache_entries,
+    dynamo_config,
+    forget_frame,
+    frame_conversion,
+)
 
 __all__ = ["forget_graphs_with"]
 
 _TYPE_GUARD = re.compile(r"___check_(?:type|obj)_id\([^\n]*?, (\d+)\)")
 # What a frame that calls a module shows even where the guards on modules were filtered out.
-_CALLS_MODULES = "_global_forward_hooks"
-_READS_MODULES = {"_modules", "_parameters", "_buffers"}
+_CALLS_MODULES, _READS_MODULES = READS_OF_MODULES
 _BUILT_IN = ("torch.nn.modules.", "torch.ao.")
 
 # Reading the guards of a large graph takes a while, and a trace attaches hundreds of hooks.
@@ -35,7 +43,7 @@ class _Watch(MetaPathFinder):
     """Sees to it that torch.compile, once it is loaded, guards on hooks."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _SETTINGS:
+        if name != DYNAMO_CONFIG:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -49,13 +57,12 @@ def _load(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     module.skip_nnmodule_hook_guards = False  # type: ignore[attr-defined]
 
 
-_SETTINGS = "torch._dynamo.config"
 _watch = _Watch()
 
 
 def guard_on_hooks() -> None:
     """From now on, a graph compiled without hooks is not used for a module that has some."""
-    settings = sys.modules.get(_SETTINGS)
+    settings = sys.modules.get(DYNAMO_CONFIG)
     if settings is None:
         if _watch not in sys.meta_path:
             sys.meta_path.insert(0, _watch)
@@ -65,33 +72,17 @@ def guard_on_hooks() -> None:
 
 def forget_graphs_with(module: nn.Module) -> None:
     """Forget every compiled frame that may have called `module`."""
-    conversion = sys.modules.get("torch._dynamo.convert_frame")
-    if conversion is None or not conversion.input_codes.seen:
+    conversion = frame_conversion()
+    if conversion is None:
         return
-    from torch._C._dynamo.eval_frame import reset_code
-    from torch._dynamo import config
-
     # Without inlining, torch leaves out the guards that tell. (A copy, for newer versions warn.)
-    inlined = config.get_config_copy().get("inline_inbuilt_nn_modules", True)
+    config = dynamo_config().get_config_copy()
+    inlined = config.get("inline_inbuilt_nn_modules", True)
     with conversion.compile_lock:
         codes = [code for seen in conversion.input_codes.seen if (code := seen()) is not None]
         for code in codes:
-            if any(not inlined or _may_call(entry, module) for entry in _entries(code)):
-                reset_code(code)
-
-
-def _entries(code: CodeType) -> Iterator[Any]:
-    """The compiled versions of `code`; None stands for those that cannot be looked into."""
-    from torch._C._dynamo import eval_frame
-
-    entries = eval_frame._debug_get_cache_entry_list(code)
-    yield from entries
-    count = getattr(eval_frame, "_get_total_cache_entry_count", None)
-    if count is not None and count(code) > len(entries):
-        yield None
-    precompiled = getattr(eval_frame, "_debug_get_precompile_entries", None)
-    if precompiled is not None and precompiled(code):
-        yield None
+            if any(not inlined or _may_call(entry, module) for entry in cache_entries(code)):
+                forget_frame(code)
 
 
 def _may_call(entry: Any, module: nn.Module) -> bool:

@@ -20,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from polyattn.errors import HookError
 from polyattn.hooks.hooks import ForwardHook
+from polyattn.torch.internals import call_code, run_uncompiled
 
 __all__ = ["Dispatcher", "Inert", "Step"]
 
-CALL_CODE: CodeType = nn.Module._call_impl.__code__
+CALL_CODE: CodeType = call_code()
 # Under which key we stand in torch's tables, the same in every module, for torch.compile guards on
 # the keys: with one for each it would compile every block of a model anew. Torch's are positive.
 KEY = -0x706F6C79
@@ -291,14 +292,8 @@ def _never_compile_alone() -> None:
     Compiled as frames of their own, one of the two could run as a traced piece that leaves no trace
     of the call and the other not, and the call's end would be missed.
     """
-    from torch._C._dynamo import eval_frame
-
-    if not hasattr(eval_frame, "set_code_exec_strategy"):
-        return
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
     for method in (Dispatcher._before, Dispatcher._after):
-        eval_frame.set_code_exec_strategy(method.__code__, strategy)
+        run_uncompiled(method, and_what_it_calls=False)
 
 
 _never_compile_alone()

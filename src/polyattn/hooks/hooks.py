@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyattn.torch.internals import current_graph_task
+
 __all__ = ["ForwardHook", "recomputing"]
 
 
@@ -79,4 +81,4 @@ def recomputing() -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1

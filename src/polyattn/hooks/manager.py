@@ -20,6 +20,7 @@ from polyattn.errors import HookError, near_matches
 from polyattn.hooks.compiled import forget_graphs_with, guard_on_hooks
 from polyattn.hooks.dispatch import Dispatcher, Inert, Step
 from polyattn.hooks.hooks import ForwardHook
+from polyattn.torch.internals import hook_tables
 
 __all__ = ["HookHandle", "ModuleHookManager"]
 
@@ -279,14 +280,7 @@ def _check_module(module: object) -> None:
 
 def _clear_inert(module: nn.Module) -> None:
     """Take out of torch's tables what copying a module has left of its hooks."""
-    tables: tuple[tuple[Any, tuple[Any, ...]], ...] = (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (
-            module._forward_hooks,
-            (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-        ),
-    )
-    for hooks, flags in tables:
+    for hooks, *flags in hook_tables(module):
         for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
             for table in (hooks, *flags):
                 table.pop(key, None)

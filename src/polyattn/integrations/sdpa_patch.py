@@ -27,7 +27,15 @@ from polyattn.requests import use_backend
 from polyattn.selection import Selection
 from polyattn.torch import dropin
 from polyattn.torch.dropin import scaled_dot_product_attention as attend
-from polyattn.torch.dropin import torch_sdpa
+from polyattn.torch.internals import (
+    OPERATORS_MODULE,
+    forget_jit_builtin,
+    inline_as,
+    register_jit_builtin,
+    replace_operator,
+    torch_sdpa,
+    tracing_state,
+)
 
 __all__ = ["Listener", "SdpaCall", "route_sdpa", "routed"]
 
@@ -77,7 +85,7 @@ class _Router:
                 scopes.record(1)  # calls look for recorders
             if self.depth == 1:
                 self.replaced = torch.nn.functional.scaled_dot_product_attention
-                torch.jit._builtins._register_builtin(routed, _ATEN)
+                register_jit_builtin(routed, _ATEN)
                 self._put_in_place()
 
     def leave(self, listener: Listener | None) -> None:
@@ -92,13 +100,12 @@ class _Router:
             if self.depth == 0:
                 _swap(routed, self.replaced)
                 _swap(_routed_operator, torch_sdpa)
-                torch.jit._builtins._get_builtin_table().pop(id(routed), None)
+                forget_jit_builtin(routed)
 
     def _put_in_place(self) -> None:
         _swap(self.replaced, routed)
-        if torch._C._nn.scaled_dot_product_attention is routed:
-            # compilers look torch's operator up under this name: see _routed_operator
-            torch._C._nn.scaled_dot_product_attention = _routed_operator
+        # compilers look torch's operator up under this name: see _routed_operator
+        replace_operator(routed, _routed_operator)
 
 
 _router = _Router()
@@ -110,7 +117,7 @@ _KEPT = ("torch._", "torch.overrides", "torch.fx", "torch.jit", "polyattn")
 def _swap(old: Any, new: Any) -> None:
     """Put `new` wherever a module's namespace holds `old`; torch's inner tables are left alone."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(_KEPT) and name != "torch._C._nn":
+        if name.startswith(_KEPT) and name != OPERATORS_MODULE:
             continue
         held = getattr(module, "__dict__", None)
         if not isinstance(held, dict):
@@ -134,11 +141,7 @@ def routed(
     if is_dynamo_compiling():
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     arrays = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if (
-        has_torch_function(arrays)
-        or torch._C._get_tracing_state() is not None
-        or type(query) not in _PLAIN
-    ):
+    if has_torch_function(arrays) or tracing_state() is not None or type(query) not in _PLAIN:
         return _foreign(
             arrays, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
@@ -158,7 +161,7 @@ def _routed_operator(*args: Any, **kwargs: Any) -> Any:
     return routed(*args, **kwargs)
 
 
-_routed_operator._torchdynamo_inline = torch_sdpa  # type: ignore[attr-defined]
+inline_as(_routed_operator, torch_sdpa)
 
 
 def _foreign(

@@ -168,7 +168,8 @@ class Joined(Mask):
 
     @property
     def signature(self) -> str:
-        return self.sign.join(f"({p!r})" if p.parts else repr(p) for p in self.members)
+        # not repr(), which torch 2.9 cannot trace
+        return self.sign.join(f"({p.signature})" if p.parts else p.signature for p in self.members)
 
     @property
     def align(self) -> Align | None:

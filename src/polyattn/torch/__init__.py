@@ -9,7 +9,9 @@ torch.Size([2, 16, 4, 32])
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import typing
 
 if importlib.util.find_spec("torch") is None:
     from polyattn.errors import MissingDependency
@@ -21,22 +23,34 @@ if importlib.util.find_spec("torch") is None:
 
 import torch.compiler
 
-from polyattn import platforms, scopes
-from polyattn.torch import platform
-from polyattn.torch.api import attention, explain, plan
-from polyattn.torch.dropin import scaled_dot_product_attention
-from polyattn.torch.paged import paged_attention
+from polyattn import scopes
 
-platforms.register_platform(
-    platforms.Platform(
-        framework="torch",
-        versions=platform.library_versions,
-        attention=attention,
-        device_description=platform.device_description,
-        described=platform.described,
-        present_device=platform.present_device,
-    )
-)
+if typing.TYPE_CHECKING:
+    from polyattn.torch.api import attention, explain, plan
+    from polyattn.torch.dropin import scaled_dot_product_attention
+    from polyattn.torch.paged import paged_attention
+
 scopes.is_tracing = torch.compiler.is_dynamo_compiling
 
 __all__ = ["attention", "explain", "paged_attention", "plan", "scaled_dot_product_attention"]
+
+# Imported when first asked for: hooks, which attend to nothing, need polyattn.torch.internals only.
+_LAZY = {
+    "attention": "polyattn.torch.api",
+    "explain": "polyattn.torch.api",
+    "paged_attention": "polyattn.torch.paged",
+    "plan": "polyattn.torch.api",
+    "scaled_dot_product_attention": "polyattn.torch.dropin",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Import on demand."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C import _get_deterministic_algorithms as _determined
 from torch.compiler import is_dynamo_compiling
 
-from polyattn import scopes, settings
+from polyattn import platforms, scopes, settings
 from polyattn.choice import choose
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.facts import Facts
@@ -22,7 +22,7 @@ from polyattn.masks import Mask
 from polyattn.problem import Problem
 from polyattn.requests import Request
 from polyattn.selection import Selection
-from polyattn.torch import recompute
+from polyattn.torch import platform, recompute
 from polyattn.torch.cache import Key, switches, table
 from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
@@ -240,3 +240,15 @@ def _known_options(options: dict[str, Any]) -> dict[str, Any]:
                 f"{near_matches(name, _DEFAULTS)}"
             )
     return options
+
+
+platforms.register_platform(
+    platforms.Platform(
+        framework="torch",
+        versions=platform.library_versions,
+        attention=attention,
+        device_description=platform.device_description,
+        described=platform.described,
+        present_device=platform.present_device,
+    )
+)

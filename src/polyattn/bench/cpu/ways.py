@@ -134,7 +134,7 @@ def flex(inputs: Inputs) -> Way | Unable:
             allows, batch, None, size.q_len, size.kv_len, device="cpu", BLOCK_SIZE=block
         )
     build_s = time.perf_counter() - begin
-    torch._dynamo.reset()  # it compiles one function for at most eight kinds of calls
+    torch.compiler.reset()  # it compiles one function for at most eight kinds of calls
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     grouped = size.heads != size.kv_heads
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyattn.torch.internals import children_of, own_parameters
+
 __all__ = ["EDITS", "Edit", "Place"]
 
 
@@ -82,7 +84,7 @@ def _eps(to: Callable[[float], float]) -> Callable[[nn.Module], None]:
 
 
 def _matrix(module: nn.Module) -> Tensor | None:
-    weight = module._parameters.get("weight")
+    weight = own_parameters(module).get("weight")
     return weight if weight is not None and weight.dim() >= 2 else None
 
 
@@ -132,7 +134,7 @@ def _one_element(module: nn.Module) -> None:
 
 
 def _bias(module: nn.Module) -> None:
-    module._parameters["bias"].zero_()  # type: ignore[union-attr]
+    own_parameters(module)["bias"].zero_()  # type: ignore[union-attr]
 
 
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
@@ -165,7 +167,7 @@ class _Backwards(nn.ModuleList):
     """Children that are run in another order."""
 
     def __iter__(self) -> Iterator[nn.Module]:
-        found = list(self._modules.values())
+        found = list(children_of(self).values())
         found[:2] = found[1::-1]
         return iter(found)  # type: ignore[arg-type]
 
@@ -241,7 +243,7 @@ def _time(**to: Any) -> Callable[[nn.Module], None]:
 
 
 def _has(*names: str) -> Callable[[nn.Module], bool]:
-    return lambda module: all(name in vars(module) | module._modules for name in names)
+    return lambda module: all(name in vars(module) | children_of(module) for name in names)
 
 
 def _embedding(module: nn.Module) -> bool:
@@ -278,7 +280,7 @@ EDITS = [
          _each(lambda m: isinstance(m, nn.Linear) and len(m.weight) % 4 == 0, _blocks_exchanged)),
     Edit("weight in lower precision", _each(_has_matrix, _rounded)),
     Edit("one element of a weight", _each(_has_matrix, _one_element)),
-    Edit("bias zero", _each(lambda m: m._parameters.get("bias") is not None, _bias)),
+    Edit("bias zero", _each(lambda m: own_parameters(m).get("bias") is not None, _bias)),
     Edit("weights of two layers exchanged", _weights_exchanged),
     Edit("layers in another order", _layer_order),
     Edit("activation of another class", _other_class),

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyattn.hooks import ForwardHook, ModuleHookManager, trace
+from polyattn.torch.internals import debug_mode
 
 __all__ = ["CASES", "Case"]
 
@@ -90,18 +91,14 @@ def _two_numbers(model: nn.Module, folder: Path) -> AbstractContextManager[Calla
 
 @contextlib.contextmanager
 def _debug_mode(model: nn.Module, folder: Path) -> Iterator[Callable[[], None]]:
-    from torch.utils._debug_mode import DebugMode
-
-    with DebugMode(record_nn_module=True):
+    with debug_mode()(record_nn_module=True):
         yield _nothing_to_wait_for
 
 
 @contextlib.contextmanager
 def _debug_hashes(model: nn.Module, folder: Path) -> Iterator[Callable[[], None]]:
-    from torch.utils._debug_mode import DebugMode
-
-    hashes = DebugMode.log_tensor_hashes(hash_inputs=True)
-    with DebugMode(record_nn_module=True), hashes:
+    hashes = debug_mode().log_tensor_hashes(hash_inputs=True)
+    with debug_mode()(record_nn_module=True), hashes:
         yield _nothing_to_wait_for
 
 

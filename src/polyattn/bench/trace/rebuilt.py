@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from polyattn.torch.internals import children_of, set_children
+
 __all__ = [
     "channels_last", "functional", "fused", "other_name", "renamed", "split", "with_extras",
     "wrapped",
@@ -37,19 +39,20 @@ def renamed(model: nn.Module) -> nn.Module:
     The code finds them under the old names still, which are properties.
     """
     for module in list(model.modules()):
-        old = {name: _NAMES[name] for name in module._modules if name in _NAMES}
-        if any(new in module._modules for new in old.values()):
+        old = {name: _NAMES[name] for name in children_of(module) if name in _NAMES}
+        if any(new in children_of(module) for new in old.values()):
             old = {}
         cls = type(module)
         if old:
             aliases = {name: property(_child(new)) for name, new in old.items()}
             module.__class__ = type(f"Ported{cls.__name__}", (cls,), aliases)
-        module._modules = {old.get(name, name): one for name, one in module._modules.items()}
+        children = children_of(module)
+        set_children(module, {old.get(name, name): one for name, one in children.items()})
     return model
 
 
 def _child(name: str) -> Callable[[nn.Module], nn.Module | None]:
-    return lambda module: module._modules[name]
+    return lambda module: children_of(module)[name]
 
 
 class _Wrapper(nn.Module):
@@ -88,7 +91,7 @@ def wrapped(model: nn.Module) -> nn.Module:
     for layers in lists:
         if len({type(one) for one in layers}) == 1 and len(layers) > 1:
             for name, one in list(layers.named_children()):
-                layers._modules[name] = _Wrapper(one)
+                children_of(layers)[name] = _Wrapper(one)
     return _Wrapper(model)
 
 
@@ -97,7 +100,7 @@ def with_extras(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear | nn.LayerNorm | nn.GroupNorm):
-                module._modules[name] = _Extra(child)
+                children_of(module)[name] = _Extra(child)
     return model
 
 
@@ -112,7 +115,7 @@ def fused(model: nn.Module) -> nn.Module | None:
     found = False
     for module in list(model.modules()):
         for names in _TOGETHER:
-            parts = [module._modules.get(name) for name in names]
+            parts = [children_of(module).get(name) for name in names]
             plain = all(isinstance(one, nn.Linear) for one in parts)
             if plain and len({one.in_features for one in parts}) == 1 and not _cross(module):  # type: ignore[union-attr]
                 found = True
@@ -165,23 +168,23 @@ def _fuse(module: nn.Module, names: Sequence[str], parts: Sequence[nn.Linear]) -
             ]))  # fmt: skip
     together = _Together(whole, sizes, parts)
     for at, name in enumerate(names):
-        del module._modules[name]
+        del children_of(module)[name]
         object.__setattr__(module, name, together.share(at))
-    module._modules["_".join(names)] = whole
+    children_of(module)["_".join(names)] = whole
 
 
 def split(model: nn.Module) -> nn.Module | None:
     """Three matrices for one of queries, keys and values."""
-    holders = [one for one in model.modules() if "c_attn" in one._modules]
+    holders = [one for one in model.modules() if "c_attn" in children_of(one)]
     for module in holders:
-        whole: Any = module._modules.pop("c_attn")
+        whole: Any = children_of(module).pop("c_attn")
         parts = []
         for name, w, b in zip("qkv", whole.weight.chunk(3, 1), whole.bias.chunk(3), strict=True):
             part = nn.Linear(w.shape[0], w.shape[1]).to(w.dtype).eval()
             with torch.no_grad():
                 part.weight.copy_(w.T)
                 part.bias.copy_(b)
-            module._modules[f"{name}_proj"] = part
+            children_of(module)[f"{name}_proj"] = part
             parts.append(part)
         object.__setattr__(module, "c_attn", _joined(parts))
     return model if holders else None
@@ -211,7 +214,7 @@ def functional(model: nn.Module) -> nn.Module | None:
                 if approximate == "tanh":
                     act = _FUNCTIONS["GELUTanh"]
                 found = True
-                del module._modules[name]
+                del children_of(module)[name]
                 object.__setattr__(module, name, act)
     return model if found else None
 

@@ -27,6 +27,7 @@ from polyattn.hooks.activation_trace.perturbation import Perturbation, perturbat
 from polyattn.hooks.activation_trace.run import HOOK, ActivationTrace
 from polyattn.hooks.activation_trace.selection import Nothing, fitting, settled
 from polyattn.hooks.manager import ModuleHookManager
+from polyattn.torch.internals import is_replica, unwrapped
 from polyattn.trace.output import process_path
 
 __all__ = ["After", "Before", "LeftOut", "ProgramTrace", "trace_any"]
@@ -83,8 +84,8 @@ class ProgramTrace:
         if module in self._known:
             return
         with self._changing:
-            model = getattr(module, "_orig_mod", module)  # of torch.compile
-            if module in self._known or getattr(module, "_is_replica", False):
+            model = unwrapped(module)  # of torch.compile
+            if module in self._known or is_replica(module):
                 return
             self._known.update((module, model))
             if not isinstance(model, nn.Module) or HOOK in ModuleHookManager.of(model):

@@ -9,6 +9,7 @@ from torch import nn
 
 from polyattn import settings
 from polyattn.errors import TraceError
+from polyattn.torch.internals import unwrapped
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.run import ActivationTrace
@@ -36,7 +37,7 @@ def attach_activation_trace(model: nn.Module) -> ActivationTrace | None:
     from polyattn.hooks.activation_trace.files import file_for, give_back
     from polyattn.hooks.activation_trace.run import ActivationTrace
 
-    model = getattr(model, "_orig_mod", model)
+    model = unwrapped(model)
     run = _attached.get(model)
     if run is None or not run.attached:
         path = file_for(wanted.trace_output, model)
@@ -65,7 +66,7 @@ def detach_activation_trace(trace: ActivationTrace | nn.Module | None) -> None:
     if trace is None:
         return
     if isinstance(trace, nn.Module):
-        run = _attached.pop(getattr(trace, "_orig_mod", trace), None)
+        run = _attached.pop(unwrapped(trace), None)
         if run is not None:
             run.close()
         return

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from polyattn.torch.internals import queue_callback, version_of
+
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.recorder import Call, Recorder
 
@@ -47,8 +49,8 @@ class Gradients:
         What changes it in place makes another tensor of it for autograd.
         """
         found = self._awaited.get(t)
-        if found is None or found.came or found.version != t._version:
-            found = self._awaited[t] = _Awaited(self._recorder, t._version, t.is_leaf)
+        if found is None or found.came or found.version != version_of(t):
+            found = self._awaited[t] = _Awaited(self._recorder, version_of(t), t.is_leaf)
             found.handle = t.register_hook(found)
         return found
 
@@ -79,9 +81,7 @@ class _Awaited:
         lane = recorder.lane()
         if not lane.events and not lane.stack:
             # At the end of this backward; the lane is that of the device's thread.
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: recorder.end_of_forward(lane)
-            )
+            queue_callback(lambda: recorder.end_of_forward(lane))
         # The backward pass comes through the places in the reverse of the forward's order: out of
         # a module that the tensor went into, then into the one that made it.
         for call, phase, path in self._latest():

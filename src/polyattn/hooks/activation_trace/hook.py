@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from polyattn.hooks.activation_trace.lines import head_of
 from polyattn.hooks.activation_trace.nesting import Unreadable, arguments, leaves
 from polyattn.hooks.hooks import ForwardHook
+from polyattn.torch.internals import below_autograd, run_uncompiled
 
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.recorder import Recorder
@@ -88,12 +89,8 @@ def _never_compile_alone() -> None:
 
     That is what torch does to the hooks of a module whose forward alone is one graph.
     """
-    from torch._C._dynamo import eval_frame
-
-    skip = eval_frame._FrameAction.SKIP
     for method in (TraceHook.pre_forward, TraceHook.post_forward):
-        strategy = eval_frame._FrameExecStrategy(skip, skip)
-        eval_frame.set_code_exec_strategy(method.__code__, strategy)
+        run_uncompiled(method, and_what_it_calls=True)
 
 
 _never_compile_alone()
@@ -121,7 +118,7 @@ def _run(order: Tensor, number: Tensor, tensors: list[Tensor], what: str) -> Non
 
 def _below_autograd(order: Tensor, number: Tensor, tensors: list[Tensor], what: str) -> None:
     """A record is no part of what is differentiated."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         trace_call(order, number, tensors, what)
 
 

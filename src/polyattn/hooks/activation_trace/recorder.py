@@ -12,7 +12,6 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,13 @@ from polyattn.hooks.activation_trace.rows import RowPool, Rows
 from polyattn.hooks.activation_trace.selection import Chosen
 from polyattn.hooks.activation_trace.statistics import recording
 from polyattn.hooks.activation_trace.step import current_step
-from polyattn.hooks.activation_trace.tensors import joined, plain, transforms, without_values
+from polyattn.hooks.activation_trace.tensors import joined, plain, without_values
+from polyattn.torch.internals import (
+    current_graph_task,
+    own_parameters,
+    transform_level,
+    version_of,
+)
 from polyattn.trace import JsonlSink
 from polyattn.trace.record import UNKNOWN
 
@@ -48,7 +53,6 @@ _INTERVAL = 0.05
 _PATIENCE = 5.0
 """Seconds to wait for another thread's record: a statistic of the user's may wait for us."""
 
-task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 Found = list[tuple[str, Any]]
 """Tensors, and Unreadable for what could not be looked into, each with its path."""
 
@@ -113,7 +117,9 @@ class Recorder:
 
     def enter(self, hook: TraceHook, found: Found, compiled: bool = False) -> None:
         """A call of the hook's module begins, with these tensors."""
-        if task() != -1:  # recomputing(): checkpointing runs what was recorded a second time
+        if (
+            current_graph_task() != -1
+        ):  # recomputing(): checkpointing runs what was recorded a second time
             return
         lane = self._lanes.get(get_ident()) or self.lane()
         stack = lane.stack
@@ -141,7 +147,7 @@ class Recorder:
 
     def leave(self, hook: TraceHook, found: Found, compiled: bool = False) -> None:
         """The call ends, with these tensors."""
-        if task() != -1:
+        if current_graph_task() != -1:
             return
         lane = self._lanes.get(get_ident()) or self.lane()
         call = self._pop(lane, hook)
@@ -208,7 +214,7 @@ class Recorder:
                 raise
 
     def _record(self, lane: Lane, call: Call, phase: str, found: Found) -> None:
-        hook, level, done = call.hook, transforms(), 0
+        hook, level, done = call.hook, transform_level(), 0
         special = bool(self.custom) or hook.whole
         if self._quickly is not None and not special and level is None:
             # in native code, up to the first that is no plain tensor on the CPU
@@ -235,7 +241,7 @@ class Recorder:
         hook, seq = call.hook, self._next_seq()
         # Compiled code changes tensors behind their version, and inference tensors have none:
         # there the numbers tell whether a tensor came before.
-        version = -1 if call.compiled or t.is_inference() else t._version
+        version = -1 if call.compiled or t.is_inference() else version_of(t)
         hit = None if version < 0 else lane.seen.get(id(t))
         place = (seq, hook.head, call.number, call.step, phase, path)
         if hit is not None and hit[1] == version and hit[0]() is t:
@@ -314,7 +320,7 @@ class Recorder:
     def _weights(self, lane: Lane, call: Call) -> None:
         """Record the module's own parameters, those that have changed since they were recorded."""
         module = call.hook.module()
-        for name, t in [] if module is None else module._parameters.items():
+        for name, t in [] if module is None else own_parameters(module).items():
             if t is None:
                 continue
             known = versions([(name, t)])

@@ -27,6 +27,7 @@ from polyattn.hooks.activation_trace.selection import (
     settled,
 )
 from polyattn.hooks.manager import HookHandle, ModuleHookManager
+from polyattn.torch.internals import unwrapped
 from polyattn.trace import JsonlSink, rank_path
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class ActivationTrace:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TraceError(f"got a {type(model).__name__} to trace, expected a torch.nn.Module.")
-        self.model = model = getattr(model, "_orig_mod", model)  # of torch.compile
+        self.model = model = unwrapped(model)  # of torch.compile
         layers, tensors = settled(layers), settled(tensors)
         whole = {} if tensors is None else choose_modules(model, tensors, "tensors")
         chosen = choose_statistics(stats)

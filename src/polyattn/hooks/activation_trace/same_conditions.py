@@ -20,6 +20,9 @@ __all__ = ["Inputs", "SameConditions", "refuse_what_cannot_run"]
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DROPOUT = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+)  # fmt: skip
 _RATES = (
     "dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "hidden_dropout",
     "activation_dropout", "drop_prob", "layerdrop",
@@ -220,7 +223,7 @@ def refuse_what_cannot_run(model: Any, said: str) -> None:
 
 def _rate(module: nn.Module) -> str | None:
     """The rate of dropout of this very module, as text; None if it drops nothing."""
-    names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _RATES
+    names = ("p",) if isinstance(module, _DROPOUT) else _RATES
     for name in names:
         value = getattr(module, name, None)
         if isinstance(value, float | int) and not isinstance(value, bool) and value > 0:

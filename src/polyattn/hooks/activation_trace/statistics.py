@@ -22,6 +22,7 @@ from polyattn import settings
 from polyattn.errors import MissingDependency, TraceError
 from polyattn.hooks.activation_trace.torch_statistics import real_values, torch_statistics
 from polyattn.native import module
+from polyattn.torch.internals import below_autograd
 from polyattn.trace.encoding import pack
 
 __all__ = [
@@ -221,7 +222,7 @@ trace_statistics = torch.ops.polyattn.trace_statistics.default
 
 def _below_autograd(t: Tensor, buffer: Tensor, slot: int) -> None:
     """A record is no part of what is differentiated."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         trace_statistics(t, buffer, slot)
 
 

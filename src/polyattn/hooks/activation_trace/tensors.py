@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polyattn.torch.internals import is_fake, is_wrapped_by_transform, transform_level
+
 __all__ = ["joined", "plain", "transforms", "without_values"]
+
+transforms = transform_level
+"""The level of torch.func's transforms that run, None outside them."""
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _SHOWN = 8
 """Components of a nested tensor whose shapes are told."""
-
-transforms: Callable[[], int | None] = torch._C._functorch.maybe_current_level
-"""The level of torch.func's transforms that run, None outside them."""
 
 
 def plain(t: Any) -> Any:
@@ -26,15 +27,12 @@ def plain(t: Any) -> Any:
     have no values of their own.
     """
     if type(t) in _PLAIN:
-        inside = transforms() is not None and torch._C._functorch.is_functorch_wrapped_tensor(t)
+        inside = transform_level() is not None and is_wrapped_by_transform(t)
         return None if inside else t
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(t, distributed.DTensor):
         return plain(t.to_local())
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    if fake is not None and isinstance(t, fake.FakeTensor):
-        return None
-    return t
+    return None if is_fake(t) else t
 
 
 def joined(t: Tensor) -> tuple[Tensor, dict[str, Any]]:

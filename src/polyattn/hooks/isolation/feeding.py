@@ -23,6 +23,7 @@ from polyattn.hooks.isolation.replacing import replaced, replaced_arguments
 from polyattn.hooks.isolation.rounding import moved
 from polyattn.hooks.isolation.whole_tensors import WholeTensors
 from polyattn.hooks.manager import ModuleHookManager
+from polyattn.torch.internals import version_of
 from polyattn.trace import Record
 from polyattn.trace.compare.counterparts import Key
 
@@ -172,7 +173,7 @@ class _Inputs(ForwardHook):
         def new(path: str, t: Tensor) -> Tensor | None:
             found = feed.tensor((name, call, "in", path), t)
             if found is not None and not found.is_inference():
-                given.append(_Given(t, found, found._version))
+                given.append(_Given(t, found, version_of(found)))
             return found
 
         result = replaced_arguments(args, kwargs, new)
@@ -182,7 +183,7 @@ class _Inputs(ForwardHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let the caller have what the module did to its arguments in place."""
         for one in self._stack().pop():
-            if one.new._version != one.version:
+            if version_of(one.new) != one.version:
                 with torch.no_grad():
                     one.caller.copy_(one.new)
         return output

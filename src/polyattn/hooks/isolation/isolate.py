@@ -24,6 +24,7 @@ from polyattn.hooks.isolation.feeding import Feed
 from polyattn.hooks.isolation.precision import widened
 from polyattn.hooks.isolation.replay import fed_run, feed_of, written
 from polyattn.hooks.isolation.rounding import ROUNDINGS
+from polyattn.torch.internals import unwrapped
 from polyattn.trace import Trace, rank_path, read
 from polyattn.trace.compare import Verdict, compare
 from polyattn.trace.compare.noise import RERUNS, noise_of, worth_measuring
@@ -101,7 +102,7 @@ class _Isolation:
         upcast: torch.dtype | None,
         layers: Layers,
     ) -> None:
-        self._port = port = getattr(port, "_orig_mod", port)
+        self._port = port = unwrapped(port)
         self._conditions, self._scratch, self._upcast = conditions, scratch, upcast
         self._rules, self._tolerance = rules, tolerance
         self._layers = None if layers is None else frozenset(choose_modules(port, layers))
@@ -133,7 +134,7 @@ class _Isolation:
 
     def beside(self, reference: nn.Module, target: Path | None, budget: int) -> Verdict:
         """Judge the port by the model, from the outside to the inside where all is too much."""
-        reference = getattr(reference, "_orig_mod", reference)
+        reference = unwrapped(reference)
         names = [name for name, _ in reference.named_modules()]
         chosen = within_budget(self._free, names, budget)
         while True:

@@ -20,8 +20,10 @@ from polyattn.errors import InvalidProblem
 from polyattn.facts import Facts
 from polyattn.problem import Problem
 from polyattn.registry import Missing, registry
+from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.flags.sdpa_checks import CHECKS, Array, SdpaCall, faults
-from polyattn.torch.flags.torch_reasons import hushed, merged, torch_says
+from polyattn.torch.flags.torch_reasons import merged, torch_says
+from polyattn.torch.internals import is_allowed, torch_sdpa
 
 __all__ = [
     "CanUse",
@@ -194,16 +196,16 @@ def _devices(backend: str) -> list[str]:
 
 
 _SWITCHES = {
-    "sdpa_flash": ("flash_sdp", torch._C._get_flash_sdp_enabled),
-    "sdpa_efficient": ("mem_efficient_sdp", torch._C._get_mem_efficient_sdp_enabled),
-    "sdpa_cudnn": ("cudnn_sdp", torch._C._get_cudnn_sdp_enabled),
-    "sdpa_math": ("math_sdp", torch._C._get_math_sdp_enabled),
+    "sdpa_flash": "flash_sdp",
+    "sdpa_efficient": "mem_efficient_sdp",
+    "sdpa_cudnn": "cudnn_sdp",
+    "sdpa_math": "math_sdp",
 }
 
 
 def _switch(backend: str) -> Iterator[Reason]:
-    name, is_on = _SWITCHES[backend]
-    if not is_on():
+    name = _SWITCHES[backend]
+    if not is_allowed[backend]():
         home = "torch.backends.cuda"
         yield Reason("switch", f"{home}.{name}_enabled() is False", "True",
                      f"{home}.enable_{name}(True), or leave the sdpa_kernel scope")  # fmt: skip
@@ -348,7 +350,7 @@ def _answers_empty() -> str:
         k, v = q.new_empty(1, 1, 1, head_dim), q.new_empty(1, 1, 1, 1)
         try:
             with torch.no_grad(), hushed():
-                torch._C._nn.scaled_dot_product_attention(q, k, v, dropout_p=2.0)
+                torch_sdpa(q, k, v, dropout_p=2.0)
         except RuntimeError:
             return False
         return True

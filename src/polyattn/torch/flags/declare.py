@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from polyattn.knobs.cells import Access, Cell, Single
 from polyattn.knobs.knob import Knob, Type
+from polyattn.torch.internals.switches import has_xpu
 
 __all__ = [
     "CUDA_BUILD", "ROCM_BUILD", "XPU_BUILD",
@@ -36,7 +36,7 @@ def build() -> str:
         return f"ROCm {torch.version.hip}"
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
-    return "XPU" if torch._C._has_xpu else "CPU"
+    return "XPU" if has_xpu() else "CPU"
 
 
 def enum_name(member: Any) -> str:
@@ -68,7 +68,7 @@ def knob(
     per_thread: bool = False,
     **facts: Any,
 ) -> Access:
-    """Return a setting; `get` and `put` may name functions of ``torch._C``.
+    """Return a setting; `get` and `put` are ABSENT where this torch lacks them.
 
     `put` is None for what no one can set; without `touches` the getter and the setter are all
     there is to the state.
@@ -77,8 +77,8 @@ def knob(
         name=name, kind="knob", type=type, about=about, where=where or f"torch.backends.{name}",
         scope="thread" if per_thread else "process", **facts,
     )  # fmt: skip
-    read = getattr(torch._C, get, None) if isinstance(get, str) else get
-    write = getattr(torch._C, put, None) if isinstance(put, str) else put
+    read = None if isinstance(get, str) else get
+    write = None if isinstance(put, str) else put
     if read is None or (write is None and put is not None):
         return Access(
             knob=known, unreadable=lambda: absent(known), lacks=lambda value=None: absent(known)
@@ -125,9 +125,7 @@ def query(
         name=name, kind="query", type=type, about=about, where=where or f"torch.backends.{name}",
         scope="thread" if per_thread else "process", **facts,
     )  # fmt: skip
-    read = getattr(torch._C, get, None) if isinstance(get, str) else get
-    if isinstance(read, bool):  # torch keeps some answers as plain values
-        read = functools.partial(getattr, torch._C, get)
+    read = None if isinstance(get, str) else get
     missing = (lambda: absent(known)) if read is None else (unreadable or (lambda: ""))
     return Access(knob=known, read=read, unreadable=missing, lacks=lambda value=None: why_fixed)
 

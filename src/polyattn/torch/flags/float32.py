@@ -12,14 +12,24 @@ Source: torch 2.9 to 2.13, ``aten/src/ATen/Context.{h,cpp}``; the tests try ever
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from polyattn.knobs.cells import Cells
+from polyattn.torch.flags.hushed import hushed
+from polyattn.torch.internals import compiled_frames
+from polyattn.torch.internals.switches import (
+    cublas_tf32,
+    cudnn_tf32,
+    matmul_precision,
+    set_cudnn_tf32,
+    set_matmul_precision,
+)
+from polyattn.torch.internals.switches import fp32_precision as _get
+from polyattn.torch.internals.switches import set_fp32_precision as _set
 
 __all__ = [
     "CELLS", "CUDNN_BOOL", "INHERITS", "MATMUL_NAME", "Float32Cells",
@@ -27,8 +37,6 @@ __all__ = [
 ]  # fmt: skip
 
 _HAS_INITIAL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-_get = torch._C._get_fp32_precision_getter
-_set = torch._C._set_fp32_precision_setter
 
 MATMUL_NAME = "float32_matmul_precision"
 CUDNN_BOOL = "cudnn.allow_tf32"
@@ -73,10 +81,10 @@ class Float32Cells(Cells):
         precisions = {name: value for name, value in values.items() if name not in _NO_PRECISION}
         if MATMUL_NAME in values and values[MATMUL_NAME] != matmul_name():
             self._keep(precisions, "cuda.matmul", "mkldnn.matmul")
-            torch._C._set_float32_matmul_precision(values[MATMUL_NAME])
+            _quietly(set_matmul_precision, values[MATMUL_NAME])
         if CUDNN_BOOL in values and values[CUDNN_BOOL] != cudnn_bool():
             self._keep(precisions, "cuda.conv", "cuda.rnn")
-            torch._C._set_cudnn_allow_tf32(values[CUDNN_BOOL])
+            _quietly(set_cudnn_tf32, values[CUDNN_BOOL])
         for name, value in sorted(precisions.items(), key=_level_first):
             backend, operator = name.split(".")
             put(backend, operator, value)
@@ -91,25 +99,26 @@ class Float32Cells(Cells):
                 precisions[name] = _stored(backend, operator)
 
 
+def _quietly(function: Callable[..., Any], *values: Any) -> Any:
+    """Call what torch 2.9 warns of once: that a name is old. Who used it is told by its knob."""
+    with hushed():
+        return function(*values)
+
+
 CELLS = Float32Cells()
 _NO_PRECISION = {MATMUL_NAME, CUDNN_BOOL, INHERITS}
 
 
 def _inheritance() -> tuple[bool, int]:
-    return _stored("cuda", "matmul") == "none", _compilations()
+    return _stored("cuda", "matmul") == "none", compiled_frames()
 
 
 def _inherit_again(noted: tuple[bool, int], level: str) -> None:
     """Undo what Dynamo stored, if it compiled since and what is stored is what it found."""
     inherited, compilations = noted
     changed = level == _get("cuda", "matmul") != _get("cuda", "all")
-    if inherited and changed and compilations != _compilations():
+    if inherited and changed and compilations != compiled_frames():
         _set("cuda", "matmul", "none")
-
-
-def _compilations() -> int:
-    """How many frames Dynamo has compiled in this process."""
-    return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 
 def put(backend: str, operator: str, value: str) -> None:
@@ -141,7 +150,7 @@ def put_cudnn_bool(value: bool) -> None:
     """Set the old switch, unless that would only end the initial values."""
     if value and cudnn_bool() and {_get("cuda", "conv"), _get("cuda", "rnn")} == {"tf32"}:
         return
-    torch._C._set_cudnn_allow_tf32(value)
+    _quietly(set_cudnn_tf32, value)
     _stand_ins.clear()
 
 
@@ -203,9 +212,9 @@ def matmul_name() -> str:
     CUDA's own getter raises exactly where its products disagree with the name.
     """
     with suppress(RuntimeError):
-        return torch._C._get_float32_matmul_precision()
+        return _quietly(matmul_precision)
     try:
-        highest = not torch._C._get_cublas_allow_tf32()
+        highest = not _quietly(cublas_tf32)
     except RuntimeError:
         highest = _get("cuda", "matmul") == "tf32"
     if highest:
@@ -220,7 +229,7 @@ def plain_cudnn_bool() -> bool:
     with each other, that tells the switch.
     """
     try:
-        return torch._C._get_cudnn_allow_tf32()
+        return _quietly(cudnn_tf32)
     except RuntimeError:
         convolutions, recurrent = (_get("cuda", kind) == "tf32" for kind in ("conv", "rnn"))
         if convolutions != recurrent:
@@ -236,7 +245,7 @@ def cudnn_bool() -> bool:
     try:
         for operator in stored:
             _set("cuda", operator, "ieee")
-        return torch._C._get_cudnn_allow_tf32()
+        return _quietly(cudnn_tf32)
     except RuntimeError:  # it disagrees with the two, so it is on
         return True
     finally:

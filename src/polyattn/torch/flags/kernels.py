@@ -19,6 +19,13 @@ from polyattn.torch.flags.declare import (
 )  # fmt: skip
 from polyattn.torch.flags.sdpa_order import order, put_order, take_order
 from polyattn.torch.flags.state import OPT_EINSUM
+from polyattn.torch.internals.switches import (
+    ABSENT,
+    plan_cache,
+    preferred_library,
+    setter_of,
+    switch,
+)
 
 __all__ = ["kernels"]
 
@@ -48,24 +55,23 @@ _SWITCHES = {
 def _sdpa() -> Iterator[Access]:
     for name, what in _SWITCHES.items():
         yield knob(
-            f"cuda.{name}_sdp_enabled", f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}",
+            f"cuda.{name}_sdp_enabled", *switch(f"cuda.{name}_sdp_enabled"),
             f"Whether scaled_dot_product_attention may use {what}.",
             where=f"torch.backends.cuda.enable_{name}_sdp", replaced_by=_POSITIVE,
             trap=f"For the whole process, also under sdpa_kernel(); {_BEFORE_COMPILED}",
             aliases=(f"cuda.enable_{name}_sdp", f"cuda.{name}_sdp"),
         )  # fmt: skip
     yield knob(
-        "cuda.overrideable_sdp_enabled", "_get_overrideable_sdp_enabled",
-        "_set_sdp_use_overrideable",
+        "cuda.overrideable_sdp_enabled", *switch("cuda.overrideable_sdp_enabled"),
         "Whether scaled_dot_product_attention may use an out-of-tree device's kernel.",
-        where="torch._C._set_sdp_use_overrideable",
+        where=setter_of("cuda.overrideable_sdp_enabled"),
         trap="The deprecated cuda.sdp_kernel() switches it off unasked.",
     )  # fmt: skip
     yield knob(
-        "cuda.fa3_sdp_enabled", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3",
+        "cuda.fa3_sdp_enabled", *switch("cuda.fa3_sdp_enabled"),
         "Whether FlashAttention 3 stands in for torch's flash kernel (see "
         "torch.nn.attention.activate_flash_attention_impl).",
-        where="torch._C._set_sdp_use_fa3", since="2.11",
+        where=setter_of("cuda.fa3_sdp_enabled"), since="2.11",
     )  # fmt: skip
     yield from _sdpa_order_and_sums()
 
@@ -81,8 +87,8 @@ def _sdpa_order_and_sums() -> Iterator[Access]:
         aliases=("sdpa_priority", "sdp_priority"),
     )  # fmt: skip
     yield knob(
-        "cuda.fp16_bf16_reduction_math_sdp_allowed", "_get_math_sdp_allow_fp16_bf16_reduction",
-        "_set_math_sdp_allow_fp16_bf16_reduction",
+        "cuda.fp16_bf16_reduction_math_sdp_allowed",
+        *switch("cuda.fp16_bf16_reduction_math_sdp_allowed"),
         "Whether the unfused attention may sum in 16 bits instead of float32.",
         where="torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
         aliases=("cuda.allow_fp16_bf16_reduction_math_sdp",),
@@ -99,31 +105,31 @@ def _sdpa_order_and_sums() -> Iterator[Access]:
 
 def _cudnn() -> Iterator[Access]:
     yield knob(
-        "cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled", "Whether cuDNN is used.",
+        "cudnn.enabled", *switch("cudnn.enabled"), "Whether cuDNN is used.",
         freezes=True,
         trap="cudnn.flags() without arguments switches it off; scopes here set what they name.",
     )  # fmt: skip
     yield knob(
-        "cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark",
+        "cudnn.benchmark", *switch("cudnn.benchmark"),
         "Whether cuDNN times its convolution algorithms for each new shape and keeps the fastest.",
         freezes=True, trap="The winner may differ from run to run, and so may the last bits.",
     )  # fmt: skip
     yield knob(
-        "cudnn.benchmark_limit", "_cuda_get_cudnn_benchmark_limit",
-        "_cuda_set_cudnn_benchmark_limit", "How many algorithms cudnn.benchmark tries; 0: all.",
+        "cudnn.benchmark_limit", *switch("cudnn.benchmark_limit"),
+        "How many algorithms cudnn.benchmark tries; 0: all.",
         type="int", low=0, freezes=True, builds=CUDA_BUILD,
     )  # fmt: skip
     yield knob(
-        "cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic",
+        "cudnn.deterministic", *switch("cudnn.deterministic"),
         "Whether cuDNN may use only algorithms that give the same bits every time.", freezes=True,
     )  # fmt: skip
     yield knob(
-        "cudnn.depthwise_kernel", "_get_cudnn_depthwise_kernel", "_set_cudnn_depthwise_kernel",
+        "cudnn.depthwise_kernel", *switch("cudnn.depthwise_kernel"),
         "Who runs depthwise convolutions on CUDA.", type="str",
         allowed=("auto", "cudnn", "native"), since="2.13", freezes=True,
     )  # fmt: skip
     yield knob(
-        "miopen.immediate", "_get_miopen_immediate", "_set_miopen_immediate",
+        "miopen.immediate", *switch("miopen.immediate"),
         "Whether MIOpen takes an algorithm at once instead of searching; has effect on ROCm.",
         freezes=True,
     )  # fmt: skip
@@ -131,15 +137,15 @@ def _cudnn() -> Iterator[Access]:
 
 def _cpu_libraries() -> Iterator[Access]:
     yield knob(
-        "mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled", "Whether oneDNN is used.",
+        "mkldnn.enabled", *switch("mkldnn.enabled"), "Whether oneDNN is used.",
         freezes=True, trap="mkldnn.flags() without arguments switches it off.",
     )  # fmt: skip
     yield knob(
-        "mkldnn.deterministic", "_get_mkldnn_deterministic", "_set_mkldnn_deterministic",
+        "mkldnn.deterministic", *switch("mkldnn.deterministic"),
         "Whether oneDNN may use only deterministic algorithms.", freezes=True,
     )  # fmt: skip
     yield knob(
-        "nnpack.enabled", "_get_nnpack_enabled", "_set_nnpack_enabled",
+        "nnpack.enabled", *switch("nnpack.enabled"),
         "Whether NNPACK may run convolutions on CPUs.", where="torch.backends.nnpack.set_flags",
     )  # fmt: skip
 
@@ -202,12 +208,8 @@ def _library(
     name: str, choices: str, about: str, lacks: Callable[..., str], **facts: Any
 ) -> Access:
     """A preferred library: torch keeps a member of an enumeration, here it goes by its name."""
-    kind = getattr(
-        torch._C, {"linalg": "_LinalgBackend", "blas": "_BlasBackend"}.get(name, "_ROCmFABackend")
-    )
+    kind, get, put = preferred_library(name)
     members = {enum_name(member): member for member in kind.__members__.values()}
-    get = getattr(torch._C, f"_get_{name}_preferred_backend")
-    put = getattr(torch._C, f"_set_{name}_preferred_backend")
 
     def convert(value: Any) -> Any:
         return enum_name(value) if isinstance(value, kind) else _ALIASES.get(value, value)
@@ -222,7 +224,6 @@ def _library(
     )  # fmt: skip
 
 
-_ENUMERATIONS = {"linalg": "_LinalgBackend", "blas": "_BlasBackend", "rocm_fa": "_ROCmFABackend"}
 _ALIASES = {"hipblas": "cublas", "hipblaslt": "cublaslt"}
 
 
@@ -243,14 +244,13 @@ def _cuda_libraries() -> Iterator[Access]:
         _needs(aotriton=ROCM_BUILD, ck=ROCM_BUILD), trap="default may read as what it stands for.",
     )  # fmt: skip
     for library in ("cublas", "cublaslt"):
-        suffix = {"cublas": "Cublas", "cublaslt": "CublasLt"}[library]
         yield knob(
-            f"cuda.{library}_workspace_size", f"_cuda_get{suffix}WorkspaceSize",
-            f"_cuda_set{suffix}WorkspaceSize", f"Bytes of work space for {library}.", type="int",
-            low=0, since="2.13", builds=CUDA_BUILD,
+            f"cuda.{library}_workspace_size", *switch(f"cuda.{library}_workspace_size"),
+            f"Bytes of work space for {library}.", type="int",
+            low=0, since="2.13", builds=CUDA_BUILD, lacks=lambda value=None: _no_device(),
         )  # fmt: skip
     yield knob(
-        "cuda.sync_debug_mode", "_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode",
+        "cuda.sync_debug_mode", *switch("cuda.sync_debug_mode"),
         "What a synchronising CUDA operation does: 0 nothing, 1 warns, 2 raises.", type="int",
         allowed=(0, 1, 2), where="torch.cuda.set_sync_debug_mode", builds=CUDA_BUILD,
         lacks=lambda value=None: _no_device(),
@@ -268,15 +268,15 @@ def _plan_caches() -> Iterator[Access]:
     for index in range(torch.cuda.device_count()) if there else (0,):
         yield knob(
             f"cuda.cufft_plan_cache[{index}].max_size",
-            partial(torch._cufft_get_plan_cache_max_size, index) if there else "",
-            partial(torch._cufft_set_plan_cache_max_size, index) if there else "",
+            plan_cache("get_plan_cache_max_size", index) if there else ABSENT,
+            plan_cache("set_plan_cache_max_size", index) if there else ABSENT,
             f"How many FFT plans are kept for CUDA device {index}.", type="int", low=0,
             builds=f"{CUDA_BUILD}, with CUDA initialised",
             aliases=("cuda.cufft_plan_cache.max_size",) if index == current else (),
         )  # fmt: skip
         yield query(
             f"cuda.cufft_plan_cache[{index}].size",
-            partial(torch._cufft_get_plan_cache_size, index) if there else "",
+            plan_cache("get_plan_cache_size", index) if there else ABSENT,
             f"How many FFT plans are kept for CUDA device {index} now.", type="int",
             builds=f"{CUDA_BUILD}, with CUDA initialised", volatile=True,
             aliases=("cuda.cufft_plan_cache.size",) if index == current else (),
@@ -290,8 +290,8 @@ def _python_native() -> Iterator[Access]:
     for name in dict.fromkeys([*known, *(module.all_dsls if module else ())]):
         yield knob(
             f"python_native.{name}.enabled",
-            partial(_switched_on, module, name) if module else "",
-            partial(_switch, module, name) if module else "",
+            partial(_switched_on, module, name) if module else ABSENT,
+            partial(_switch, module, name) if module else ABSENT,
             f"Whether torch's own operators written in {known.get(name, name)} take part.",
             freezes=True, since="2.12",
         )  # fmt: skip

@@ -22,6 +22,15 @@ from polyattn.torch.flags.float32 import (
     put_cudnn_bool,
 )  # fmt: skip
 from polyattn.torch.flags.state import ReductionCells
+from polyattn.torch.internals.switches import (
+    ABSENT,
+    Switch,
+    cublas_tf32,
+    fp32_precision,
+    has_xpu,
+    setter_of,
+    switch,
+)
 
 __all__ = ["precision"]
 
@@ -65,10 +74,11 @@ def _old_names() -> Iterator[Access]:
         aliases=("set_float32_matmul_precision", "get_float32_matmul_precision"),
     )  # fmt: skip
     yield knob(
-        "cuda.matmul.allow_tf32", lambda: matmul_name() != "highest", "_set_cublas_allow_tf32",
+        "cuda.matmul.allow_tf32", lambda: matmul_name() != "highest",
+        switch("cuda.matmul.allow_tf32").put,
         "Whether float32 matrix products may run in TF32 on Ampere and newer GPUs.",
         touches=_cells(MATMUL_NAME, "cuda.matmul"), rank=1, trap=_MIXING,
-        verify=lambda value: torch._C._get_cublas_allow_tf32() == value,
+        verify=lambda value: cublas_tf32() == value,
         couples=(MATMUL_NAME, "cuda.matmul.fp32_precision"),
         deprecated="2.9", replaced_by="cuda.matmul.fp32_precision",
     )  # fmt: skip
@@ -85,9 +95,9 @@ def _old_names() -> Iterator[Access]:
     )  # fmt: skip
 
 
-def _onednn() -> tuple[str, str]:
+def _onednn() -> Switch:
     """The getter of other builds answers None, and the setter only warns."""
-    return ("_get_onednn_allow_tf32", "_set_onednn_allow_tf32") if torch._C._has_xpu else ("", "")
+    return switch("mkldnn.allow_tf32") if has_xpu() else Switch(ABSENT, ABSENT)
 
 
 _OPERATORS = ("matmul", "conv", "rnn")
@@ -130,7 +140,7 @@ def _precision(
     write = partial(put, backend, operator)
 
     def get() -> str:
-        return torch._C._get_fp32_precision_getter(backend, operator)
+        return fp32_precision(backend, operator)
 
     def verify(value: str) -> bool:
         """``none`` inherits, so it need not read as itself."""
@@ -170,16 +180,14 @@ def _reductions() -> Iterator[Access]:
     for dtype in ("fp16", "bf16"):
         yield from _reduction(dtype, ReductionCells(dtype))
     yield knob(
-        "cuda.matmul.allow_fp16_accumulation", "_get_cublas_allow_fp16_accumulation",
-        "_set_cublas_allow_fp16_accumulation",
+        "cuda.matmul.allow_fp16_accumulation", *switch("cuda.matmul.allow_fp16_accumulation"),
         "Whether float16 products may be accumulated in float16: faster on some GPUs, coarse.",
     )  # fmt: skip
     yield knob(
         "cpu.allow_fp16_reduced_precision_reduction",
-        "_get_cpu_allow_fp16_reduced_precision_reduction",
-        "_set_cpu_allow_fp16_reduced_precision_reduction",
+        *switch("cpu.allow_fp16_reduced_precision_reduction"),
         "Whether the CPU may sum float16 products in float16 (ARM).", lacks=_no_fp16_sums,
-        where="torch._C._set_cpu_allow_fp16_reduced_precision_reduction",
+        where=setter_of("cpu.allow_fp16_reduced_precision_reduction"),
     )  # fmt: skip
 
 
@@ -204,7 +212,8 @@ def _reduction(dtype: str, cells: ReductionCells) -> Iterator[Access]:
     )  # fmt: skip
     pairs = isinstance(cells._get(), tuple)
     yield knob(
-        f"{stem}_split_k", (lambda: cells.pair()[1]) if pairs else "", split if pairs else "",
+        f"{stem}_split_k",
+        (lambda: cells.pair()[1]) if pairs else ABSENT, split if pairs else ABSENT,
         about=f"Whether {dtype} products may be split along the summed dim; off only while "
         "reduced precision is off too.",
         touches=both, rank=6, since="2.10",

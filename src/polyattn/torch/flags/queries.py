@@ -13,6 +13,7 @@ import torch.nn.attention
 from polyattn import settings
 from polyattn.knobs.cells import Access
 from polyattn.torch.flags.declare import build, function, query
+from polyattn.torch.internals.switches import ABSENT, fact, filter_state, library
 
 __all__ = ["ENVIRONMENT", "queries"]
 
@@ -50,11 +51,11 @@ def _libraries() -> Iterator[Access]:
     backends = torch.backends
     yield query("mkl.is_available", backends.mkl.is_available, "Whether torch was built with MKL.")
     yield query(
-        "mkldnn.is_available", "_has_mkldnn", "Whether torch was built with oneDNN.",
+        "mkldnn.is_available", fact("mkldnn.is_available"), "Whether torch was built with oneDNN.",
         where="torch.backends.mkldnn.is_available",
     )  # fmt: skip
     yield query(
-        "mkldnn.is_acl_available", "_has_mkldnn_acl",
+        "mkldnn.is_acl_available", fact("mkldnn.is_acl_available"),
         "Whether torch was built with oneDNN on Arm's compute library.", since="2.10",
     )  # fmt: skip
     yield query(
@@ -65,11 +66,20 @@ def _libraries() -> Iterator[Access]:
         backends.nnpack.is_available,
         "Whether NNPACK was built in and runs here.",
     )
-    yield query("kleidiai.is_available", "_has_kleidiai", "Whether torch was built with KleidiAI.")
     yield query(
-        "xnnpack.enabled", "_is_xnnpack_enabled", "Whether torch was built with XNNPACK.",
+        "kleidiai.is_available",
+        fact("kleidiai.is_available"),
+        "Whether torch was built with KleidiAI.",
+    )
+    yield query(
+        "xnnpack.enabled", fact("xnnpack.enabled"), "Whether torch was built with XNNPACK.",
         why_fixed="torch allows no assignment",
     )  # fmt: skip
+    yield from _package_and_engines()
+
+
+def _package_and_engines() -> Iterator[Access]:
+    backends = torch.backends
     yield query(
         "opt_einsum.is_available", backends.opt_einsum.is_available,
         "Whether the package opt_einsum is installed.",
@@ -97,7 +107,8 @@ def _opt_einsum() -> str | None:
 def _gpu_libraries() -> Iterator[Access]:
     backends = torch.backends
     yield query(
-        "cudnn.is_available", "_has_cudnn", "Whether torch was built with cuDNN (or MIOpen).",
+        "cudnn.is_available", fact("cudnn.is_available"),
+        "Whether torch was built with cuDNN (or MIOpen).",
         where="torch.backends.cudnn.is_available",
     )  # fmt: skip
     yield query(
@@ -105,7 +116,9 @@ def _gpu_libraries() -> Iterator[Access]:
         where="torch.backends.cudnn.version",
     )  # fmt: skip
     yield query(
-        "cusparselt.is_available", "_has_cusparselt", "Whether torch was built with cuSPARSELt."
+        "cusparselt.is_available",
+        fact("cusparselt.is_available"),
+        "Whether torch was built with cuSPARSELt.",
     )
     yield query(
         "cusparselt.version", backends.cusparselt.version, "The version of cuSPARSELt.", type="int"
@@ -115,16 +128,16 @@ def _gpu_libraries() -> Iterator[Access]:
         "The highest algorithm number of cuSPARSELt.", type="int",
     )  # fmt: skip
     yield query(
-        "cuda.is_flash_attention_available", "_is_flash_attention_available",
+        "cuda.is_flash_attention_available", fact("cuda.is_flash_attention_available"),
         "Whether torch was built with FlashAttention for CUDA.",
     )  # fmt: skip
     yield query(
-        "cuda.is_ck_sdpa_available", "_is_ck_sdpa_available",
+        "cuda.is_ck_sdpa_available", fact("cuda.is_ck_sdpa_available"),
         "Whether torch was built with composable kernels for attention (ROCm).", since="2.12",
     )  # fmt: skip
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     yield query(
-        "nn.attention.current_flash_attention_impl", current or "",
+        "nn.attention.current_flash_attention_impl", current or ABSENT,
         "Which registered FlashAttention replaces torch's own; None: none.", type="str",
         where="torch.nn.attention.current_flash_attention_impl", since="2.11",
         why_fixed="torch.nn.attention.activate_flash_attention_impl changes it, for the process",
@@ -133,8 +146,8 @@ def _gpu_libraries() -> Iterator[Access]:
 
 def _cudnn_version() -> int | None:
     """Ask the library itself: ``torch.backends.cudnn.version()`` looks at the devices too."""
-    library = getattr(torch._C, "_cudnn", None)
-    return None if library is None else int(library.getVersionInt())
+    cudnn = library("cudnn")
+    return None if cudnn is None else int(cudnn.getVersionInt())
 
 
 def _attention_functions() -> Iterator[Access]:
@@ -196,9 +209,9 @@ def _other_functions() -> Iterator[Access]:
         "cuda.blas_workspace_size", "The work space of the preferred BLAS.",
         "cuda.cublas_workspace_size and cuda.cublaslt_workspace_size", since="2.13",
     )  # fmt: skip
-    for library in ("mkl", "mkldnn"):
+    for package in ("mkl", "mkldnn"):
         yield function(
-            f"{library}.verbose", "A scope in which the library prints what it runs; its end "
+            f"{package}.verbose", "A scope in which the library prints what it runs; its end "
             "always switches that off, and nothing can read it, so scopes here cannot hold it.",
             "itself",
         )  # fmt: skip
@@ -243,12 +256,9 @@ ENVIRONMENT = {
 
 def _native_filters() -> Iterator[Access]:
     """What python_native's functions have switched off, by operator and by dispatch key."""
-    module = getattr(torch.backends, "python_native", None)
-    for name, attribute in (
-        ("disabled_operations", "_op_symbols"), ("disabled_dispatch_keys", "_dispatch_keys"),
-    ):  # fmt: skip
+    for name in ("disabled_operations", "disabled_dispatch_keys"):
         yield query(
-            f"python_native.{name}", partial(_filtered, module, attribute) if module else "",
+            f"python_native.{name}", filter_state(name),
             "What is switched off of torch's own Triton and CuTe operators.", type="list",
             where=f"torch.backends.python_native.{name.replace('disabled', 'disable')}",
             since="2.12", why_fixed="torch.backends.python_native's functions change it",
@@ -294,10 +304,6 @@ def _of_language(module: Any, name: str, fact: str) -> Any:
 
 def _operations(module: Any, name: str) -> list[str]:
     return sorted(map(str, module.get_dsl_operations(name)))
-
-
-def _filtered(module: Any, attribute: str) -> list[str]:
-    return sorted(map(str, getattr(module._get_filter_state(), attribute)))
 
 
 def _environment() -> Iterator[Access]:

@@ -17,6 +17,8 @@ from polyattn.torch.flags.state import (
     inductor_deterministic,
     put_inductor,
 )  # fmt: skip
+from polyattn.torch.internals import INDUCTOR_CONFIG
+from polyattn.torch.internals.switches import ABSENT, set_grad_enabled, set_sparse_checks, switch
 
 __all__ = ["running"]
 
@@ -32,21 +34,21 @@ def running() -> Iterator[Access]:
 
 def _determinism() -> Iterator[Access]:
     mode, warn, inductor = (DETERMINISM.cell(name) for name in ("mode", "warn_only", "inductor"))
-    switch = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+    switched = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
     yield knob(
         "deterministic_algorithms", torch.are_deterministic_algorithms_enabled, _deterministic,
         "Whether operations without a deterministic algorithm raise (or warn).",
         where="torch.use_deterministic_algorithms", rank=1,
-        touches=(mode, inductor) if switch else (mode,),
+        touches=(mode, inductor) if switched else (mode,),
         couples=("deterministic_debug_mode", "_inductor.config.deterministic"),
         aliases=("use_deterministic_algorithms", "are_deterministic_algorithms_enabled"),
         trap="On CUDA some matrix products need env.CUBLAS_WORKSPACE_CONFIG=:4096:8 as well.",
     )  # fmt: skip
     yield knob(
-        "_inductor.config.deterministic", inductor_deterministic if switch else "",
-        put_inductor if switch else "",
+        "_inductor.config.deterministic", inductor_deterministic if switched else ABSENT,
+        put_inductor if switched else ABSENT,
         "Inductor's own switch: no measuring that could change results.", per_thread=True,
-        where="torch._inductor.config.deterministic", touches=(inductor,), rank=3, since="2.10",
+        where=f"{INDUCTOR_CONFIG}.deterministic", touches=(inductor,), rank=3, since="2.10",
     )  # fmt: skip
     yield knob(
         "deterministic_algorithms_warn_only",
@@ -72,8 +74,7 @@ def _deterministic_rest() -> Iterator[Access]:
     )  # fmt: skip
     yield knob(
         "utils.deterministic.fill_uninitialized_memory",
-        "_get_deterministic_fill_uninitialized_memory",
-        "_set_deterministic_fill_uninitialized_memory",
+        *switch("utils.deterministic.fill_uninitialized_memory"),
         "Whether torch.empty is filled while deterministic_algorithms is on.",
         where="torch.utils.deterministic.fill_uninitialized_memory",
         aliases=("deterministic.fill_uninitialized_memory", "fill_uninitialized_memory"),
@@ -135,7 +136,7 @@ def _numbers() -> Iterator[Access]:
     yield knob(
         "sparse.check_sparse_tensor_invariants",
         torch.sparse.check_sparse_tensor_invariants.is_enabled,
-        torch._C._set_check_sparse_tensor_invariants,
+        set_sparse_checks,
         "Whether new sparse tensors are checked.",
         where="torch.sparse.check_sparse_tensor_invariants",
     )  # fmt: skip
@@ -155,7 +156,7 @@ def _autocast_dtype(device: str) -> str:
 
 def _gradients() -> Iterator[Access]:
     yield knob(
-        "grad_enabled", torch.is_grad_enabled, torch._C._set_grad_enabled,
+        "grad_enabled", torch.is_grad_enabled, set_grad_enabled,
         "Whether operations are recorded for gradients.", where="torch.set_grad_enabled",
         per_thread=True,
     )  # fmt: skip
@@ -165,8 +166,8 @@ def _gradients() -> Iterator[Access]:
         per_thread=True, why_fixed="use `with torch.inference_mode():`",
     )  # fmt: skip
     yield knob(
-        "autograd.multithreading_enabled", "_is_multithreading_enabled",
-        "_set_multithreading_enabled", "Whether backward passes use a thread for each device.",
+        "autograd.multithreading_enabled", *switch("autograd.multithreading_enabled"),
+        "Whether backward passes use a thread for each device.",
         where="torch.autograd.set_multithreading_enabled", per_thread=True,
     )  # fmt: skip
     yield knob(

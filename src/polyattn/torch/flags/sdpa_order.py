@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch.nn.attention import SDPBackend
 
 from polyattn.errors import FlagsError
+from polyattn.torch.internals.switches import sdp_priority, set_sdp_priority
 
 __all__ = ["NAMES", "order", "put_order", "take_order"]
 
@@ -17,12 +18,12 @@ _NUMBERS = {name: number for number, name in NAMES.items()}
 
 def order() -> list[str]:
     """Return the order in force."""
-    return [NAMES.get(int(number), str(number)) for number in torch._C._get_sdp_priority_order()]
+    return [NAMES.get(int(number), str(number)) for number in sdp_priority()]
 
 
 def put_order(names: Sequence[str]) -> None:
     """Set a whole order, as :func:`take_order` returns it."""
-    torch._C._set_sdp_priority_order([_NUMBERS[name] for name in names])
+    set_sdp_priority([_NUMBERS[name] for name in names])
 
 
 def take_order(value: Any) -> list[str]:
@@ -33,7 +34,7 @@ def take_order(value: Any) -> list[str]:
     >>> take_order(["math", "sdpa_flash"])[:2]
     ['math', 'flash']
     """
-    given = [value] if isinstance(value, str | torch._C._SDPBackend) else value
+    given = [value] if isinstance(value, str | SDPBackend) else value
     if not isinstance(given, list | tuple) or not given:
         raise _refuse(value, "a list of at least one kernel")
     names = [_name(one) for one in given]
@@ -43,7 +44,7 @@ def take_order(value: Any) -> list[str]:
 
 
 def _name(value: Any) -> str:
-    if isinstance(value, torch._C._SDPBackend):
+    if isinstance(value, SDPBackend):
         value = NAMES.get(value.value, value)
     if isinstance(value, str):
         short = value.lower().removeprefix("sdpa_").removesuffix("_attention")

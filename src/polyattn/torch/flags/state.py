@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,14 +10,17 @@ import torch
 
 from polyattn import settings
 from polyattn.knobs.cells import Cells
+from polyattn.torch.internals import inductor_config, is_deterministic
+from polyattn.torch.internals.switches import (
+    deterministic_warn_only,
+    reductions,
+    set_deterministic,
+)
 
 __all__ = [
     "DETERMINISM", "OPT_EINSUM", "THREADS", "DeterminismCells", "OptEinsumCells", "ReductionCells",
     "ThreadCells", "inductor_deterministic", "put_inductor",
 ]  # fmt: skip
-
-
-_INDUCTOR = "torch._inductor.config"
 
 
 class ReductionCells(Cells):
@@ -29,9 +30,7 @@ class ReductionCells(Cells):
     """
 
     def __init__(self, dtype: str) -> None:
-        stem = f"cublas_allow_{dtype}_reduced_precision_reduction"
-        self._get = getattr(torch._C, f"_get_{stem}")
-        self._set = getattr(torch._C, f"_set_{stem}")
+        self._get, self._set = reductions(dtype)
 
     def pair(self) -> tuple[bool, bool]:
         """Return (allowed, split); torch 2.9 has no second value and always splits."""
@@ -58,7 +57,7 @@ def inductor_deterministic() -> bool:
 
     Loading Inductor only to ask would take a second; unloaded, it will start as its variable says.
     """
-    config = sys.modules.get(_INDUCTOR)
+    config = inductor_config(load=False)
     if config is None:
         return settings.variable("TORCHINDUCTOR_DETERMINISTIC") == "1"
     return bool(getattr(config, "deterministic", False))
@@ -66,7 +65,7 @@ def inductor_deterministic() -> bool:
 
 def put_inductor(value: bool) -> None:
     """Set Inductor's own switch."""
-    importlib.import_module(_INDUCTOR).deterministic = value  # type: ignore[attr-defined]
+    inductor_config().deterministic = value
 
 
 class DeterminismCells(Cells):
@@ -80,18 +79,18 @@ class DeterminismCells(Cells):
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         names = list(names)
         if "inductor" in names:
-            importlib.import_module(_INDUCTOR)  # the setter would load it and leave it set
+            inductor_config()  # the setter would load it and leave it set
 
         found = {
-            "mode": torch._C._get_deterministic_algorithms(),
-            "warn_only": torch._C._get_deterministic_algorithms_warn_only(),
+            "mode": is_deterministic(),
+            "warn_only": deterministic_warn_only(),
             "inductor": inductor_deterministic(),
         }
         return {name: found[name] for name in names}
 
     def write(self, values: Mapping[str, Any]) -> None:
         now = {**self.read(("mode", "warn_only")), **values}
-        torch._C._set_deterministic_algorithms(now["mode"], warn_only=now["warn_only"])
+        set_deterministic(now["mode"], warn_only=now["warn_only"])
         if "inductor" in values:
             put_inductor(values["inductor"])
 

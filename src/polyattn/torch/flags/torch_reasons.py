@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +12,9 @@ from torch import Tensor
 from polyattn.capabilities import Reason
 from polyattn.selection import Rejected, Selection
 from polyattn.torch.door import Call
+from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.flags.torch_messages import by_backend, translate
+from polyattn.torch.internals import can_use
 from polyattn.torch.layouts import to_bnth
 
 __all__ = [
@@ -43,47 +42,10 @@ def merged(ours: Sequence[Reason], theirs: Iterable[Reason]) -> list[Reason]:
 
 # --- hearing them ---
 
-
-class _Ear:
-    """What stands where a warnings filter has its pattern: it hears, in its own thread only."""
-
-    def __init__(self) -> None:
-        self.thread, self.texts = threading.get_ident(), list[str]()
-
-    def match(self, text: str) -> bool:
-        """Take the text if it is said in this ear's thread; the filter then ignores it."""
-        if threading.get_ident() != self.thread:
-            return False
-        self.texts.append(text)
-        return True
-
-
-@contextlib.contextmanager
-def hushed() -> Iterator[list[str]]:
-    """Collect what is warned of in this thread; other threads' warnings go their way.
-
-    ``warnings.catch_warnings`` would take theirs too, and put back filters that they have
-    changed meanwhile; this adds one filter, which answers for its thread only, and removes it.
-    """
-    ear = _Ear()
-    entry: Any = ("ignore", ear, Warning, None, 0)
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    filters.insert(0, entry)
-    try:
-        yield ear.texts
-    finally:
-        filters.remove(entry)
-
-
-_QUERIES: dict[str, Callable[[Any, bool], bool]] = {
-    "sdpa_flash": torch._C._can_use_flash_attention,
-    "sdpa_efficient": torch._C._can_use_mem_efficient_attention,
-    "sdpa_cudnn": torch._C._can_use_cudnn_attention,
-}
 _SILENT = Reason("torch", "its own check refuses", "what torch does not say")
 
 
-def torch_says(params: Any, backends: Iterable[str] = tuple(_QUERIES)) -> dict[str, list[Reason]]:
+def torch_says(params: Any, backends: Iterable[str] = tuple(can_use)) -> dict[str, list[Reason]]:
     """Ask torch itself why it would not use each kernel; an empty list says that it would.
 
     `params`: a ``torch.backends.cuda.SDPAParams`` or an object with its attributes. Only a CUDA
@@ -99,7 +61,7 @@ def torch_says(params: Any, backends: Iterable[str] = tuple(_QUERIES)) -> dict[s
     if not torch.backends.cuda.is_built():
         return {}
     asked = _as_params(params)
-    return {name: _asked(_QUERIES[name], asked) for name in backends if name in _QUERIES}
+    return {name: _asked(can_use[name], asked) for name in backends if name in can_use}
 
 
 def _as_params(params: Any) -> Any:

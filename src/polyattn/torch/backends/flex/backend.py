@@ -34,6 +34,7 @@ from polyattn.problem import Problem
 from polyattn.torch.backends.flex.blocks import Blocks, block_cache, build, rows_at_once
 from polyattn.torch.backends.flex.routes import Klass, Result, compiled, eager
 from polyattn.torch.backends.flex.terms import Spec, Terms, bias_rows, sink_rows, token_tables
+from polyattn.torch.internals import compiles_calls, require_cpp_compiler
 from polyattn.torch.isolation import hide, is_readable, mend
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.masking import Dims, expand_blocks, visible
@@ -82,7 +83,7 @@ def wants_compiling(problem: Problem, config: Mapping[str, Any]) -> bool:
 
 def can_compile(device: str) -> bool:
     """Say whether FlexAttention compiles here; where it does not, the eager route is exact."""
-    return not torch._dynamo.config.disable and _has_compiler(device)
+    return compiles_calls() and _has_compiler(device)
 
 
 @functools.cache
@@ -94,10 +95,8 @@ def _has_compiler(device: str) -> bool:
         "AVX512",
     ):
         return False  # torch's template for CPUs is written for these
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     try:
-        get_cpp_compiler()
+        require_cpp_compiler()
     except Exception:  # torch raises its own error where it finds none
         return False
     return Path(sysconfig.get_paths()["include"], "Python.h").exists()

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from polyattn.masks import Mask
 from polyattn.torch.backends.flex.terms import Terms, allowed
+from polyattn.torch.internals import version_of
 from polyattn.torch.masking import Dims
 
 __all__ = ["Blocks", "block_cache", "build", "rows_at_once"]
@@ -153,14 +154,16 @@ def _witness(arrays: list[Tensor]) -> list[Any] | None:
     """Return what will show that the arrays have not changed; None if nothing can."""
     if any(x.is_inference() and x.device.type != "cpu" for x in arrays):
         return None  # no version counter
-    return [x.clone() if x.device.type == "cpu" else (weakref.ref(x), x._version) for x in arrays]
+    return [
+        x.clone() if x.device.type == "cpu" else (weakref.ref(x), version_of(x)) for x in arrays
+    ]
 
 
 def _unchanged(witness: list[Any], arrays: list[Tensor]) -> bool:
     return all(
         torch.equal(w, x)
         if isinstance(w, Tensor)
-        else not x.is_inference() and (w[0]() is x and w[1] == x._version)
+        else not x.is_inference() and (w[0]() is x and w[1] == version_of(x))
         for w, x in zip(witness, arrays, strict=True)
     )
 

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from polyattn.problem import Problem
 from polyattn.torch.backends.flex.terms import Spec, Terms, mods
+from polyattn.torch.internals import eager_flex_attention, mark_any_length, recompile_limit_hit
 
 __all__ = ["Klass", "Result", "compiled", "eager"]
 
@@ -45,7 +46,6 @@ def _eager_rows(
     spec: Spec, q: Tensor, k: Tensor, v: Tensor, terms: Terms, how: tuple[int, bool]
 ) -> tuple[Tensor, Tensor]:
     """Run some query rows; the heads of a group become rows, so that no key is repeated."""
-    from torch._higher_order_ops.flex_attention import math_attention
     from torch.nn.attention.flex_attention import noop_mask
 
     start, trains = how
@@ -66,7 +66,7 @@ def _eager_rows(
     terms = terms._replace(bias=folded(terms.bias), sinks=folded(terms.sinks))
     score_mod, mask_mod = mods(spec, terms, place, trains)
     q = q.unflatten(1, (kv_heads, groups)).flatten(2, 3)
-    out, lse, *_ = math_attention(
+    out, lse, *_ = eager_flex_attention()(
         q, k, v, score_mod or (lambda score, *_: score), (mask_mod or noop_mask,), spec.scale, {}
     )
     out, lse = (x.unflatten(2, (groups, rows)).flatten(1, 2) for x in (out, lse))
@@ -146,7 +146,7 @@ class _Compiled:
                 blocks = tuple(_of_any_length(x, (2, 3)[: x.dim() - 2]) for x in blocks)
         try:
             return self._run(q, k, v, terms, blocks)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
+        except recompile_limit_hit():
             self._run = self._fresh()
             return self._run(q, k, v, terms, blocks)
 
@@ -159,5 +159,5 @@ def _of_any_length(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     x = x.view_as(x)  # the mark is an attribute, which the caller's tensor shall not get
     for dim in dims:
         if x.shape[dim] > 1:
-            torch._dynamo.maybe_mark_dynamic(x, dim)
+            mark_any_length(x, dim)
     return x

@@ -1,0 +1,98 @@
+"""What torch keeps in modules: their hooks' tables, children, parameters, and what wraps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyattn.torch.internals.rows import MISSING, noted
+
+__all__ = [
+    "call_code",
+    "children_of",
+    "hook_tables",
+    "is_replica",
+    "own_parameters",
+    "set_children",
+    "unwrapped",
+]
+
+_CALL = noted("torch.nn.Module._call_impl", "calls cannot be told apart; polyattn.hooks refuses")
+
+
+def call_code() -> CodeType:
+    """Return the code that calls a module and its hooks; frames of it tell calls apart."""
+    found = _CALL.find()
+    if found is MISSING:
+        _CALL.refuse()
+    code: CodeType = found.__code__
+    return code
+
+
+_PRE = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+_POST = "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
+for _name in (*_PRE, *_POST):
+    noted(
+        f"torch.nn.Module.{_name}",
+        "hooks that copying a module leaves behind stay in its tables, where they do nothing",
+        sample=nn.Module,
+    )
+
+
+def hook_tables(module: nn.Module) -> list[list[dict[int, Any]]]:
+    """Return the tables of a module's forward hooks: of each kind, the hooks and their options."""
+    return [[getattr(module, name, {}) for name in names] for names in (_PRE, _POST)]
+
+
+def _contents(name: str, public: Callable[[nn.Module], Any], otherwise: str) -> Any:
+    row = noted(f"torch.nn.Module.{name}", otherwise, sample=nn.Module)
+    return public if row.find() is MISSING else attrgetter(name)
+
+
+own_parameters: Callable[[nn.Module], dict[str, Tensor | None]] = _contents(
+    "_parameters",
+    lambda module: dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+    "Module.named_parameters(recurse=False) is gone over instead",
+)
+"""The parameters of a module itself, by name."""
+
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _contents(
+    "_modules",
+    lambda module: dict(module.named_children()),
+    "Module.named_children() is gone over instead; what rebuilds models for `bench trace` refuses",
+)
+"""The modules that a module holds, by name: torch's own table."""
+
+
+def set_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
+    """Make these the modules that `module` holds, in this order."""
+    table = children_of(module)
+    table.clear()
+    table.update(children)
+
+
+noted(
+    "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+    "a module made by torch.compile(module) is traced under the name of its wrapper",
+    sample=lambda: torch.compile(nn.Identity()),
+)
+noted(
+    "torch.nn.Module._is_replica",
+    "the copies that DataParallel makes are traced as models of their own",
+    sample=lambda: nn.Identity()._replicate_for_data_parallel(),
+)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside of what ``torch.compile(module)`` makes; others as they are."""
+    return getattr(model, "_orig_mod", model)
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Say whether a module is a copy that DataParallel made for a device."""
+    return bool(getattr(module, "_is_replica", False))

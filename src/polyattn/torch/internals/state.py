@@ -1,0 +1,143 @@
+"""What torch is doing around a call: gradients, function transforms, modes, backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+
+from polyattn.torch.internals.rows import MISSING, noted, private
+
+__all__ = [
+    "are_transforms_active",
+    "below_autograd",
+    "current_graph_task",
+    "dispatch_modes",
+    "dual_level",
+    "is_deterministic",
+    "is_fake",
+    "is_forward_grad_enabled",
+    "is_grad_enabled",
+    "is_wrapped_by_transform",
+    "queue_callback",
+    "saved_tensor_hooks",
+    "tracing_state",
+    "transform_level",
+    "version_of",
+]
+
+current_graph_task: Callable[[], int] = private(
+    "torch._C._current_graph_task_id",
+    "what runs inside a backward pass cannot be told; recomputation and traces refuse",
+)
+"""The number of the backward pass that runs in this thread, -1 outside of one."""
+
+is_deterministic: Callable[[], bool] = private(
+    "torch._C._get_deterministic_algorithms",
+    "torch.are_deterministic_algorithms_enabled(), a Python function, is called instead",
+    torch.are_deterministic_algorithms_enabled,
+)
+
+is_forward_grad_enabled: Callable[[], bool] = private(
+    "torch._C._is_fwd_grad_enabled",
+    "every call without gradients is taken for one that may be inside a checkpointed region",
+    lambda: False,
+)
+"""Whether forward-mode gradients are on: off inside custom autograd functions."""
+
+saved_tensor_hooks: Callable[[bool], Any] = private(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "every call with gradients is taken for one that may be inside a checkpointed region",
+    lambda ignore: (),
+)
+"""The innermost saved-tensor hooks of this thread, None without any."""
+
+are_transforms_active: Callable[[], bool] = private(
+    "torch._C._are_functorch_transforms_active",
+    "every call is taken for one inside a transform of torch.func, the slower and general way",
+    lambda: True,
+)
+
+transform_level: Callable[[], int | None] = private(
+    "torch._C._functorch.maybe_current_level",
+    "the level counts as 0 where a transform runs and as none elsewhere",
+    lambda: 0 if are_transforms_active() else None,
+)
+"""The level of torch.func's transforms that run, None outside them."""
+
+is_wrapped_by_transform: Callable[[Tensor], bool] = private(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "inside a transform every tensor counts as one of its own, whose values cannot be read",
+    lambda tensor: True,
+)
+
+dispatch_modes: Callable[[], int] = private(
+    "torch._C._len_torch_dispatch_stack",
+    "every call is taken for one under a dispatch mode, the slower and general way",
+    lambda: 1,
+)
+"""How many dispatch modes (fake tensors, tracing) are in force."""
+
+tracing_state: Callable[[], Any] = private(
+    "torch._C._get_tracing_state",
+    "torch.jit.is_tracing(), a Python function, is called instead",
+    lambda: torch.jit.is_tracing() or None,  # type: ignore[attr-defined]
+)
+"""What torch.jit.trace is making, None while it is not."""
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = private(
+    "torch._C._AutoDispatchBelowAutograd",
+    "a trace inside compiled code refuses: what it records would become part of the gradient",
+)
+"""A scope in which operators run below autograd."""
+
+queue_callback: Callable[[Callable[[], None]], None] = private(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "the end of a backward pass is not told; traces with gradients refuse",
+)
+"""Have a function called at the end of the backward pass that runs."""
+
+noted(
+    "torch.autograd.forward_ad._current_level",
+    "every call is taken for one with forward-mode gradients, the slower and general way",
+)
+
+if not hasattr(forward_ad, "_current_level"):
+
+    def dual_level() -> int:
+        """Stand in for the level of forward-mode differentiation, which this torch keeps hidden."""
+        return 0
+
+else:
+
+    def dual_level() -> int:
+        """Return the level of forward-mode differentiation, -1 outside of it."""
+        return forward_ad._current_level
+
+
+_VERSION = noted(
+    "torch.Tensor._version",
+    "it is not told whether a tensor was changed in place; traces and the cache of blocks refuse",
+)
+version_of: Callable[[Tensor], int] = (
+    _VERSION.refuse if _VERSION.find() is MISSING else attrgetter("_version")
+)
+"""How often a tensor was changed in place; inference tensors have no such number."""
+
+noted("torch._subclasses.fake_tensor.FakeTensor", "no tensor is taken for a fake one")
+
+
+def is_fake(tensor: Any) -> bool:
+    """Say whether a tensor has no values because a compiler only looks at its shape.
+
+    Its class is known by name: importing it takes a while, and it may be in use nowhere.
+    """
+    return any(
+        kind.__name__ == "FakeTensor" and kind.__module__ == "torch._subclasses.fake_tensor"
+        for kind in type(tensor).__mro__
+    )
