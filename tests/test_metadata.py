@@ -80,7 +80,7 @@ def expect(metadata: Any, mask: Any = None, bias: Any = None, **options: Any) ->
         SimpleNamespace(block_size=0, indices=[], name="", _private=3), Slotted(), Named(), {},
         {"attn_mask": None, "current_timestep": torch.tensor(3)}, object(),
     ],
-    ids=str,
+    ids=lambda metadata: type(metadata).__name__,
 )  # fmt: skip
 def test_what_says_nothing_passes(metadata: Any) -> None:
     expect(metadata)

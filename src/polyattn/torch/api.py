@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch._C import _get_deterministic_algorithms as _determined
 from torch.compiler import is_dynamo_compiling
 
@@ -111,6 +111,9 @@ def attention(
                           layout, return_lse, deterministic, backend)  # fmt: skip
     if run is not None:
         return run(query, key, value, mask, bias, sinks)
+    if _are_symbolic(query, key):  # as torch.export and make_fx trace without Dynamo
+        return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
+                                layout, return_lse, deterministic, backend)  # fmt: skip
     options = {
         "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks,
         "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
@@ -141,6 +144,16 @@ def _find(q: Any, k: Any, v: Any, *options: Any) -> tuple[Key | None, Any]:
     except _STRANGE:
         pass  # a new class of calls, or a wrong one: both are for the long way
     return held, None
+
+
+def _are_symbolic(*tensors: Any) -> bool:
+    """Say whether sizes are symbols, which nothing can be remembered by."""
+    return any(
+        type(size) is SymInt
+        for x in tensors
+        if isinstance(x, Tensor) and not x.is_nested
+        for size in x.shape
+    )
 
 
 def _is_watched() -> bool:
