@@ -246,9 +246,11 @@ class BackwardStrip {
           }
           const RowFacts& f = k == 0 ? first : second;
           const int64_t place = (r + k) * kScoreRow + at + i + v * W;
-          Vec score = S::load(w.scores + place), grad = S::load(w.dscores + place);
-          if (bits) score = S::select(f.bits >> (i + v * W), score, S::fill(-kInfinity));
-          const Vec prob = probability<U::kDegree>(score, f);
+          const Vec score = S::load(w.scores + place);
+          Vec grad = S::load(w.dscores + place);
+          Vec prob = probability<U::kDegree>(score, f);
+          // of the probability, not of the score: where the row's lse is NaN, exp(-inf) is NaN as well
+          if (bits) prob = S::select(f.bits >> (i + v * W), prob, S::zero());
           grad = S::mul(prob, S::sub(grad, S::fill(f.delta)));
           if (a_.softcap > 0) grad = S::mul(grad, S::load(w.slopes + place));
           if (bits) grad = S::select(f.bits >> (i + v * W), grad, S::zero());
