@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 from torch._C import (
     _get_cudnn_sdp_enabled,
-    _get_deterministic_algorithms,
     _get_flash_sdp_enabled,
     _get_math_sdp_enabled,
     _get_mem_efficient_sdp_enabled,
     is_grad_enabled,
 )
+from torch._C import _get_deterministic_algorithms as determined
 
 from polyattn import scopes, settings
 
 __all__ = [
     "PLAIN",
+    "STRANGE",
+    "SWITCHES",
     "Entry",
     "Key",
     "Table",
-    "array_key",
     "around",
+    "array_key",
+    "bias_key",
+    "determined",
+    "key_for",
     "switches",
     "table",
     "tensor_check",
@@ -36,6 +41,14 @@ __all__ = [
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The types of tensors that the table holds; others take the long way each time."""
+
+SWITCHES = (
+    _get_flash_sdp_enabled,
+    _get_mem_efficient_sdp_enabled,
+    _get_math_sdp_enabled,
+    _get_cudnn_sdp_enabled,
+)
+"""torch's own switches of its kernels: flash, efficient, math, cuDNN."""
 
 _MOST_ENTRIES = 4096
 _MOST_ALIKE = 8
@@ -79,13 +92,30 @@ class Key(NamedTuple):
         """Return the key of a call of ``attention``; TypeError where an option has no hash."""
         key = cls(
             layout, None if mask is None else mask.signature, scale, softcap, dropout_p,
-            return_lse, deterministic, backend, around(), _get_deterministic_algorithms(),
-            switches(), settings.raw(settings.BACKEND),
-            None if bias is None else (bias.signature, array_key(bias.payload)),
-            array_key(sinks),
+            return_lse, deterministic, backend, around(), determined(), switches(),
+            settings.raw(settings.BACKEND), bias_key(bias), array_key(sinks),
         )  # fmt: skip
         hash(key)
         return key
+
+    @classmethod
+    def of_sdpa(cls, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any) -> Key:
+        """Return the key of a call with torch's signature."""
+        key = cls(
+            "BNTH", (array_key(attn_mask), is_causal, gqa), scale, None, dropout_p, False, None,
+            None, around(), determined(), switches(), settings.raw(settings.BACKEND), door="sdpa",
+        )  # fmt: skip
+        hash(key)
+        return key
+
+    @classmethod
+    def of_paged(
+        cls, block_table: Any, lengths: Any, mask: Any, scale: Any, softcap: Any, sinks: Any,
+        layout: Any, return_lse: Any, backend: Any,
+    ) -> Key:  # fmt: skip
+        """Return the key of a call on pages."""
+        key = cls.of(mask, None, scale, softcap, sinks, 0.0, layout, return_lse, None, backend)
+        return key._replace(pages=(array_key(block_table), array_key(lengths)), door="paged")
 
     @property
     def is_plainest(self) -> bool:
@@ -94,6 +124,20 @@ class Key(NamedTuple):
             self.layout, None, None, None, 0.0, False, None, None, None, self.determined, None,
             self.environ,
         )  # fmt: skip
+
+
+STRANGE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)
+"""What making a key may raise: the options of a call are anything, and it may be no call at all."""
+
+
+def key_for(q: Any, k: Any, v: Any, of: Callable[..., Key], *options: Any) -> Key | None:
+    """Return ``of(*options)``, or None for calls that the table cannot hold."""
+    try:
+        if q.is_nested or k.is_nested or v.is_nested:  # which have no shapes, and no check takes
+            return None
+        return of(*options)
+    except STRANGE:  # for admission to say
+        return None
 
 
 def around() -> Any:
@@ -108,11 +152,9 @@ _NOTHING = (None, None, None)
 
 
 def switches() -> tuple[bool, ...] | None:
-    """Return torch's own switches of its kernels (flash, efficient, math, cuDNN); None: all on."""
-    found = (
-        _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
-        _get_cudnn_sdp_enabled(),
-    )  # fmt: skip
+    """Return torch's own switches, in the order of :data:`SWITCHES`; None: all are on."""
+    flash, efficient, math, cudnn = SWITCHES
+    found = flash(), efficient(), math(), cudnn()
     return None if found == _ALL_ON else found
 
 
@@ -124,6 +166,11 @@ def array_key(x: Any) -> Any:
     if x is None:
         return None
     return x.shape, x.dtype, x.device, x.requires_grad and is_grad_enabled(), type(x)
+
+
+def bias_key(bias: Any) -> Any:
+    """Return what a choice rests on of a bias."""
+    return None if bias is None else (bias.signature, array_key(bias.payload))
 
 
 class Entry(NamedTuple):

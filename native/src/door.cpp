@@ -1,0 +1,383 @@
+// The Python class polyattn._native.Door: the short way of a call, from its arguments to the kernel
+// that an earlier call of its class has prepared. polyattn/torch/short.py does the same in Python
+// and is the definition; here only functions of the interpreter are used, nothing of torch's.
+//
+// Whatever it cannot tell it leaves to Python: it gives `missed`, and has called no kernel then.
+// What a kernel raises it hands on. Objects that run other code, or that the table holds, are owned
+// while they are used: the table may be emptied meanwhile.
+#include <nanobind/nanobind.h>
+
+#include <new>
+
+#include "door.h"
+#include "door_surroundings.h"
+
+namespace polyattn {
+namespace {
+
+// The fields of polyattn.torch.cache.Key, whose equal is built here.
+constexpr const char* kFields[] = {
+    "layout", "mask", "scale", "softcap", "dropout_p", "return_lse", "deterministic", "backend",
+    "around", "determined", "switches", "environ", "bias", "sinks", "layer", "cast", "pages", "door",
+    "noted"};
+constexpr int kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
+
+struct Key {
+  PyObject* layout;
+  PyObject* mask;  // its signature
+  PyObject* scale;
+  PyObject* softcap;
+  PyObject* dropout_p;
+  PyObject* return_lse;
+  PyObject* deterministic;
+  PyObject* backend;
+  PyObject* bias;
+  PyObject* sinks;
+  PyObject* pages;
+  PyObject* door;
+};
+
+struct Found {
+  nb::object run;
+  bool is_operator = false;  // called with three tensors, and gives the output first of several
+};
+
+class Door {
+ public:
+  explicit Door(PyObject* parts) : here_(parts) {}
+
+  PyObject* attention(Arguments a) {
+    Found found;
+    const Outcome outcome = find_attention(a, found);
+    if (outcome != kYes) return left(outcome);
+    if (found.is_operator) return first_of(PyObject_Vectorcall(found.run.ptr(), a, 3, nullptr));
+    PyObject* const call[] = {a[0], a[1], a[2], a[3], a[4], a[7]};
+    return PyObject_Vectorcall(found.run.ptr(), call, 6, nullptr);
+  }
+
+  PyObject* sdpa(Arguments a) {
+    Found found;
+    const Outcome outcome = find_sdpa(a, found);
+    if (outcome != kYes) return left(outcome);
+    return PyObject_Vectorcall(found.run.ptr(), a, 4, nullptr);
+  }
+
+  PyObject* paged(Arguments a) {
+    Found found;
+    const Outcome outcome = find_paged(a, found);
+    if (outcome != kYes) return left(outcome);
+    PyObject* const call[] = {a[0], a[1], a[2], a[5], Py_None, a[8], a[3], a[4]};
+    return PyObject_Vectorcall(found.run.ptr(), call, 8, nullptr);
+  }
+
+  int traverse(visitproc visit, void* arg) {
+    Py_VISIT(here_.owner());
+    Py_VISIT(mask_.ptr());
+    return 0;
+  }
+
+ private:
+  // query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse,
+  // deterministic, backend
+  Outcome find_attention(Arguments a, Found& found) {
+    nb::object around;
+    if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
+    if (around.is_none() && is_plainest(a)) {
+      if (const Outcome plain = find_plain(a, found); plain != kNo) return plain;
+    }
+    const nb::object signature = signature_of(a[3]);
+    const nb::object bias = part_of(a[4], kBiasKey), sinks = part_of(a[7], kArrayKey);
+    if (!signature.is_valid() || !bias.is_valid() || !sinks.is_valid()) return kError;
+    return find({a[9], signature.ptr(), a[5], a[6], a[8], a[10], a[11], a[12], bias.ptr(),
+                 sinks.ptr(), Py_None, here_[kAttention]},
+                around, a, found);
+  }
+
+  // query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+  Outcome find_sdpa(Arguments a, Found& found) {
+    nb::object around;
+    if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
+    const nb::object array = part_of(a[3], kArrayKey);
+    if (!array.is_valid()) return kError;
+    const nb::object mask = nb::steal(PyTuple_Pack(3, array.ptr(), a[5], a[7]));
+    if (!mask.is_valid()) return kError;
+    return find({here_[kBnth], mask.ptr(), a[6], Py_None, a[4], Py_False, Py_None, Py_None, Py_None,
+                 Py_None, Py_None, here_[kSdpa]},
+                around, a, found);
+  }
+
+  // query, key_pages, value_pages, block_table, lengths, mask, scale, softcap, sinks, layout,
+  // return_lse, backend
+  Outcome find_paged(Arguments a, Found& found) {
+    nb::object around;
+    if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
+    const nb::object signature = signature_of(a[5]), sinks = part_of(a[8], kArrayKey);
+    const nb::object table = part_of(a[3], kArrayKey), lengths = part_of(a[4], kArrayKey);
+    if (!signature.is_valid() || !sinks.is_valid() || !table.is_valid() || !lengths.is_valid()) {
+      return kError;
+    }
+    const nb::object pages = nb::steal(PyTuple_Pack(2, table.ptr(), lengths.ptr()));
+    const nb::object zero = nb::steal(PyFloat_FromDouble(0.0));
+    if (!pages.is_valid() || !zero.is_valid()) return kError;
+    return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None,
+                 sinks.ptr(), pages.ptr(), here_[kPaged]},
+                around, a, found);
+  }
+
+  // What is given where no kernel is called.
+  PyObject* left(Outcome outcome) {
+    if (outcome == kError) {
+      if (!PyErr_ExceptionMatches(here_[kStrange])) return nullptr;
+      PyErr_Clear();
+    }
+    return Py_NewRef(here_[kMissed]);
+  }
+
+  // Nothing but tensors and a layout: each option is what it is where it is not given.
+  static bool is_plainest(Arguments a) {
+    return a[3] == Py_None && a[4] == Py_None && a[5] == Py_None && a[6] == Py_None &&
+           a[7] == Py_None && a[11] == Py_None && a[12] == Py_None && a[10] == Py_False &&
+           PyFloat_CheckExact(a[8]) && PyFloat_AS_DOUBLE(a[8]) == 0.0 && PyUnicode_CheckExact(a[9]);
+  }
+
+  Outcome find_plain(Arguments a, Found& found) {
+    PyObject* const known = PyDict_GetItemWithError(here_[kPlain], a[9]);
+    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+    const nb::object held = nb::borrow(known);
+    if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 6) return kNo;
+    const Outcome determined = here_.asked(kDetermined);
+    if (determined == kError) return kError;
+    if ((determined == kYes ? Py_True : Py_False) != PyTuple_GET_ITEM(known, 3)) return kNo;
+    PyObject* const environ = here_.environment();
+    if (environ == nullptr) return kError;
+    if (environ != PyTuple_GET_ITEM(known, 4)) return kNo;
+    bool on[4];
+    if (!here_.read_switches(on)) return kError;
+    if (!(on[0] && on[1] && on[2] && on[3])) return kNo;
+    const Outcome same = choose(known, a, found);
+    if (same != kNo) return same;
+    PyObject* const others = PyTuple_GET_ITEM(known, 5);
+    for (Py_ssize_t i = 0; PyTuple_Check(others) && i < PyTuple_GET_SIZE(others); ++i) {
+      PyObject* const other = PyTuple_GET_ITEM(others, i);
+      if (!PyTuple_Check(other) || PyTuple_GET_SIZE(other) < 3) return kNo;
+      if (const Outcome same = choose(other, a, found); same != kNo) return same;
+    }
+    return kNo;
+  }
+
+  // Takes one of (check, run, operator, ...) if its check holds.
+  Outcome choose(PyObject* entry, Arguments a, Found& found) {
+    const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a);
+    if (same != kYes) return same;
+    found.is_operator = PyTuple_GET_ITEM(entry, 2) != Py_None;
+    found.run = nb::borrow(PyTuple_GET_ITEM(entry, found.is_operator ? 2 : 1));
+    return kYes;
+  }
+
+  static Outcome check(PyObject* function, Arguments a) {
+    return truth(PyObject_Vectorcall(function, a, 3, nullptr));
+  }
+
+  Outcome find(const Key& of, const nb::object& around, Arguments a, Found& found) {
+    const nb::object key = built(of, around);
+    if (!key.is_valid()) return kError;
+    PyObject* const known = PyDict_GetItemWithError(here_[kRows], key.ptr());
+    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+    const nb::object row = nb::borrow(known);
+    if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3) return kNo;
+    const Outcome newest = check(PyTuple_GET_ITEM(known, 0), a);
+    if (newest == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(known, 1));
+    if (newest != kNo) return newest;
+    return find_by_shapes(PyTuple_GET_ITEM(known, 2), a, found);
+  }
+
+  Outcome find_by_shapes(PyObject* by_shapes, Arguments a, Found& found) {
+    if (!PyDict_Check(by_shapes)) return kNo;
+    const nb::object shapes = nb::steal(PyTuple_New(3));
+    if (!shapes.is_valid()) return kError;
+    for (int i = 0; i < 3; ++i) {
+      PyObject* const shape = PyObject_GetAttr(a[i], names().shape);
+      if (shape == nullptr) return kError;
+      PyTuple_SET_ITEM(shapes.ptr(), i, shape);
+    }
+    PyObject* const known = PyDict_GetItemWithError(by_shapes, shapes.ptr());
+    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+    const nb::object alike = nb::borrow(known);
+    for (Py_ssize_t i = 0; PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i) {
+      PyObject* const entry = PyTuple_GET_ITEM(known, i);
+      if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 2) return kNo;
+      const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a);
+      if (same == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(entry, 1));
+      if (same != kNo) return same;
+    }
+    return kNo;
+  }
+
+  // A tuple that equals the polyattn.torch.cache.Key of the call, and has its hash.
+  nb::object built(const Key& of, const nb::object& around) {
+    const Outcome determined = here_.asked(kDetermined);
+    const nb::object switches = determined == kError ? nb::object() : here_.switches_key();
+    PyObject* const environ = switches.is_valid() ? here_.environment() : nullptr;
+    if (environ == nullptr) return nb::object();
+    PyObject* const fields[kFieldCount] = {
+        of.layout, of.mask, of.scale, of.softcap, of.dropout_p, of.return_lse, of.deterministic,
+        of.backend, around.ptr(), determined == kYes ? Py_True : Py_False, switches.ptr(), environ,
+        of.bias, of.sinks, Py_None, Py_None, of.pages, of.door, Py_None};
+    PyObject* const key = PyTuple_New(kFieldCount);
+    if (key == nullptr) return nb::object();
+    for (int i = 0; i < kFieldCount; ++i) PyTuple_SET_ITEM(key, i, Py_NewRef(fields[i]));
+    return nb::steal(key);
+  }
+
+  // What a choice rests on of an array or a bias that is no input.
+  nb::object part_of(PyObject* array, Part function) {
+    if (array == Py_None) return none();
+    return nb::steal(PyObject_CallOneArg(here_[function], array));
+  }
+
+  // The signature of a mask, that of the last mask without arrays being kept: such a mask never
+  // changes, and while it is kept no other can take its place.
+  nb::object signature_of(PyObject* mask) {
+    if (mask == Py_None) return none();
+    if (mask == mask_.ptr()) return signature_;
+    nb::object found = nb::steal(PyObject_GetAttr(mask, names().signature));
+    if (found.is_valid() && is_static(mask, 0)) {
+      const nb::object before = mask_;  // whose end may run other code: after both are set
+      mask_ = nb::borrow(mask);
+      signature_ = found;
+    }
+    return found;
+  }
+
+  bool is_static(PyObject* mask, int depth) {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(mask));
+    if (is_one_of(type, here_[kStatic])) return true;
+    if (depth > 4 || !is_one_of(type, here_[kJoined])) return false;
+    const nb::object members = nb::steal(PyObject_GetAttr(mask, names().members));
+    if (!members.is_valid()) PyErr_Clear();
+    if (!members.is_valid() || !PyTuple_Check(members.ptr())) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(members.ptr()); ++i) {
+      if (!is_static(PyTuple_GET_ITEM(members.ptr(), i), depth + 1)) return false;
+    }
+    return true;
+  }
+
+  static bool is_one_of(PyObject* type, PyObject* types) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
+      if (type == PyTuple_GET_ITEM(types, i)) return true;
+    }
+    return false;
+  }
+
+  static PyObject* first_of(PyObject* several) {
+    if (several == nullptr) return nullptr;
+    PyObject* const first = PyTuple_Check(several) && PyTuple_GET_SIZE(several) > 0
+                                ? Py_NewRef(PyTuple_GET_ITEM(several, 0))
+                                : PySequence_GetItem(several, 0);
+    Py_DECREF(several);
+    return first;
+  }
+
+  Surroundings here_;
+  nb::object mask_, signature_;
+};
+
+struct DoorObject {
+  PyObject_HEAD
+  Door* door;
+};
+
+// Calls one of Door's ways in with `count` arguments.
+template <PyObject* (Door::*way)(Arguments), int count>
+PyObject* call(PyObject* self, Arguments arguments, Py_ssize_t given) {
+  if (given != count) {
+    return PyErr_Format(PyExc_TypeError, "got %zd arguments, expected %d", given, count);
+  }
+  return (reinterpret_cast<DoorObject*>(self)->door->*way)(arguments);
+}
+
+template <PyObject* (Door::*way)(Arguments), int count>
+PyCFunction method() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<way, count>));
+}
+
+// Whether Key has the fields that keys are built of here, and the parts are what is called them.
+bool is_known(PyObject* parts, PyObject* fields) {
+  if (PyTuple_GET_SIZE(parts) != kParts || PyTuple_GET_SIZE(fields) != kFieldCount) return false;
+  for (int i = 0; i < kFieldCount; ++i) {
+    PyObject* const field = PyTuple_GET_ITEM(fields, i);
+    if (!PyUnicode_Check(field) || PyUnicode_CompareWithASCIIString(field, kFields[i]) != 0) {
+      return false;
+    }
+  }
+  for (const Part dict : {kRows, kPlain, kEnviron}) {
+    if (!PyDict_Check(PyTuple_GET_ITEM(parts, dict))) return false;
+  }
+  for (const Part tuple : {kStrange, kStatic, kJoined}) {
+    if (!PyTuple_Check(PyTuple_GET_ITEM(parts, tuple))) return false;
+  }
+  return PyContextVar_CheckExact(PyTuple_GET_ITEM(parts, kScope)) &&
+         PyContextVar_CheckExact(PyTuple_GET_ITEM(parts, kRecording));
+}
+
+PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  PyObject *parts = nullptr, *fields = nullptr;
+  static const char* const kKeywords[] = {"parts", "fields", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!O!:Door", const_cast<char**>(kKeywords),
+                                   &PyTuple_Type, &parts, &PyTuple_Type, &fields)) {
+    return nullptr;
+  }
+  if (!is_known(parts, fields)) {
+    PyErr_SetString(PyExc_ValueError, "got parts or fields of another version of polyattn");
+    return nullptr;
+  }
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Door* const door = new (std::nothrow) Door(parts);
+  reinterpret_cast<DoorObject*>(self)->door = door;
+  if (door != nullptr) return self;
+  Py_DECREF(self);
+  return PyErr_NoMemory();
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Door* const door = reinterpret_cast<DoorObject*>(self)->door;
+  return door == nullptr ? 0 : door->traverse(visit, arg);
+}
+
+void destroy(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<DoorObject*>(self)->door;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+}  // namespace
+
+void add_door(nb::module_& m) {
+  static PyMethodDef methods[] = {
+      {"attention", method<&Door::attention, 13>(), METH_FASTCALL,
+       "Run a call of attention, or give missed."},
+      {"sdpa", method<&Door::sdpa, 8>(), METH_FASTCALL,
+       "Run a call with torch's signature, or give missed."},
+      {"paged", method<&Door::paged, 12>(), METH_FASTCALL,
+       "Run a call on pages, or give missed."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyType_Slot slots[] = {
+      {Py_tp_doc, const_cast<char*>("The short way of a call; see polyattn/torch/short.py.")},
+      {Py_tp_new, reinterpret_cast<void*>(create)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+      {Py_tp_methods, methods},
+      {0, nullptr}};
+  // No tp_clear: like a tuple it never changes, so a cycle has another place to be cut.
+  static PyType_Spec spec = {"polyattn._native.Door", sizeof(DoorObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw nb::python_error();
+  m.attr("Door") = nb::steal(type);
+}
+
+}  // namespace polyattn
