@@ -18,8 +18,9 @@ namespace {
 // The fields of polyattn.torch.cache.Key, whose equal is built here.
 constexpr const char* kFields[] = {
     "layout", "mask", "scale", "softcap", "dropout_p", "return_lse", "deterministic", "backend",
-    "around", "determined", "switches", "environ", "bias", "sinks", "layer", "cast", "pages", "door",
-    "noted"};
+    "around", "determined", "switches", "environ", "bias", "sinks", "layer", "cast", "pages", "causal",
+    "gqa", "door", "noted"};
+constexpr int kAround = 8;
 constexpr int kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
 
 struct Key {
@@ -34,10 +35,18 @@ struct Key {
   PyObject* bias;
   PyObject* sinks;
   PyObject* pages;
+  PyObject* causal;
+  PyObject* gqa;
   PyObject* door;
 };
 
+// A key that the table has, and its row.
+struct Recent {
+  nb::object key, row;
+};
+
 struct Found {
+  nb::object tensors;  // q, k and v as a tuple
   nb::object run;
   bool is_operator = false;  // called with three tensors, and gives the output first of several
 };
@@ -50,7 +59,9 @@ class Door {
     Found found;
     const Outcome outcome = find_attention(a, found);
     if (outcome != kYes) return left(outcome);
-    if (found.is_operator) return first_of(PyObject_Vectorcall(found.run.ptr(), a, 3, nullptr));
+    if (found.is_operator) {
+      return first_of(PyObject_Call(found.run.ptr(), found.tensors.ptr(), nullptr));
+    }
     PyObject* const call[] = {a[0], a[1], a[2], a[3], a[4], a[7]};
     return PyObject_Vectorcall(found.run.ptr(), call, 6, nullptr);
   }
@@ -70,9 +81,21 @@ class Door {
     return PyObject_Vectorcall(found.run.ptr(), call, 8, nullptr);
   }
 
+  // The table has changed.
+  void forget() {
+    for (Recent& recent : recent_) {
+      const Recent before = recent;
+      recent = Recent();
+    }
+  }
+
   int traverse(visitproc visit, void* arg) {
     Py_VISIT(here_.owner());
     Py_VISIT(mask_.ptr());
+    for (const Recent& recent : recent_) {
+      Py_VISIT(recent.key.ptr());
+      Py_VISIT(recent.row.ptr());
+    }
     return 0;
   }
 
@@ -80,36 +103,34 @@ class Door {
   // query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse,
   // deterministic, backend
   Outcome find_attention(Arguments a, Found& found) {
-    nb::object around;
+    Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
-    if (around.is_none() && is_plainest(a)) {
+    if (around.is_nothing() && is_plainest(a)) {
       if (const Outcome plain = find_plain(a, found); plain != kNo) return plain;
     }
     const nb::object signature = signature_of(a[3]);
     const nb::object bias = part_of(a[4], kBiasKey), sinks = part_of(a[7], kArrayKey);
     if (!signature.is_valid() || !bias.is_valid() || !sinks.is_valid()) return kError;
     return find({a[9], signature.ptr(), a[5], a[6], a[8], a[10], a[11], a[12], bias.ptr(),
-                 sinks.ptr(), Py_None, here_[kAttention]},
+                 sinks.ptr(), Py_None, Py_None, Py_None, here_[kAttention]},
                 around, a, found);
   }
 
   // query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
   Outcome find_sdpa(Arguments a, Found& found) {
-    nb::object around;
+    Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
     const nb::object array = part_of(a[3], kArrayKey);
     if (!array.is_valid()) return kError;
-    const nb::object mask = nb::steal(PyTuple_Pack(3, array.ptr(), a[5], a[7]));
-    if (!mask.is_valid()) return kError;
-    return find({here_[kBnth], mask.ptr(), a[6], Py_None, a[4], Py_False, Py_None, Py_None, Py_None,
-                 Py_None, Py_None, here_[kSdpa]},
+    return find({here_[kBnth], array.ptr(), a[6], Py_None, a[4], Py_False, Py_None, Py_None,
+                 Py_None, Py_None, Py_None, a[5], a[7], here_[kSdpa]},
                 around, a, found);
   }
 
   // query, key_pages, value_pages, block_table, lengths, mask, scale, softcap, sinks, layout,
   // return_lse, backend
   Outcome find_paged(Arguments a, Found& found) {
-    nb::object around;
+    Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
     const nb::object signature = signature_of(a[5]), sinks = part_of(a[8], kArrayKey);
     const nb::object table = part_of(a[3], kArrayKey), lengths = part_of(a[4], kArrayKey);
@@ -120,7 +141,7 @@ class Door {
     const nb::object zero = nb::steal(PyFloat_FromDouble(0.0));
     if (!pages.is_valid() || !zero.is_valid()) return kError;
     return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None,
-                 sinks.ptr(), pages.ptr(), here_[kPaged]},
+                 sinks.ptr(), pages.ptr(), Py_None, Py_None, here_[kPaged]},
                 around, a, found);
   }
 
@@ -167,28 +188,78 @@ class Door {
 
   // Takes one of (check, run, operator, ...) if its check holds.
   Outcome choose(PyObject* entry, Arguments a, Found& found) {
-    const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a);
+    const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
     if (same != kYes) return same;
     found.is_operator = PyTuple_GET_ITEM(entry, 2) != Py_None;
+    if (found.is_operator && !pack(a, found)) return kError;
     found.run = nb::borrow(PyTuple_GET_ITEM(entry, found.is_operator ? 2 : 1));
     return kYes;
   }
 
-  static Outcome check(PyObject* function, Arguments a) {
-    return truth(PyObject_Vectorcall(function, a, 3, nullptr));
+  static Outcome check(PyObject* function, Arguments a, Found& found) {
+    if (!PyCFunction_CheckExact(function) || PyCFunction_GET_FLAGS(function) != METH_VARARGS) {
+      return truth(PyObject_Vectorcall(function, a, 3, nullptr));
+    }
+    if (!pack(a, found)) return kError;
+    return truth(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function),
+                                                    found.tensors.ptr()));
   }
 
-  Outcome find(const Key& of, const nb::object& around, Arguments a, Found& found) {
-    const nb::object key = built(of, around);
-    if (!key.is_valid()) return kError;
-    PyObject* const known = PyDict_GetItemWithError(here_[kRows], key.ptr());
-    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
-    const nb::object row = nb::borrow(known);
-    if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3) return kNo;
-    const Outcome newest = check(PyTuple_GET_ITEM(known, 0), a);
-    if (newest == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(known, 1));
+  static bool pack(Arguments a, Found& found) {
+    if (!found.tensors.is_valid()) found.tensors = nb::steal(PyTuple_Pack(3, a[0], a[1], a[2]));
+    return found.tensors.is_valid();
+  }
+
+  Outcome find(const Key& of, const Around& around, Arguments a, Found& found) {
+    const Outcome determined = here_.asked(kDetermined);
+    const nb::object switches = determined == kError ? nb::object() : here_.switches_key();
+    PyObject* const environ = switches.is_valid() ? here_.environment() : nullptr;
+    if (environ == nullptr) return kError;
+    PyObject* const fields[kFieldCount] = {
+        of.layout, of.mask, of.scale, of.softcap, of.dropout_p, of.return_lse, of.deterministic,
+        of.backend, Py_None, determined == kYes ? Py_True : Py_False, switches.ptr(), environ,
+        of.bias, of.sinks, Py_None, Py_None, of.pages, of.causal, of.gqa, of.door, Py_None};
+    Recent& recent = recent_[place_of(fields)];
+    nb::object row = recent.row;  // owned here: what follows may change the table
+    if (!row.is_valid() || !is_same(recent.key.ptr(), fields, around)) {
+      const nb::object key = built(fields, around);
+      if (!key.is_valid()) return kError;
+      PyObject* const known = PyDict_GetItemWithError(here_[kRows], key.ptr());
+      if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+      row = nb::borrow(known);
+      if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3) return kNo;
+      const Recent before = recent;  // whose end may run other code: after both are set
+      recent = {key, row};
+    }
+    const Outcome newest = check(PyTuple_GET_ITEM(row.ptr(), 0), a, found);
+    if (newest == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(row.ptr(), 1));
     if (newest != kNo) return newest;
-    return find_by_shapes(PyTuple_GET_ITEM(known, 2), a, found);
+    return find_by_shapes(PyTuple_GET_ITEM(row.ptr(), 2), a, found);
+  }
+
+  static std::size_t place_of(PyObject* const* fields) {
+    std::size_t mixed = 0;
+    for (const int i : {0, 1, 5, 19}) mixed = mixed * 31 + reinterpret_cast<std::size_t>(fields[i]) / 16;
+    return mixed % kRecent;
+  }
+
+  // Whether a key holds the very objects of a call, or the same numbers: then it equals its key.
+  static bool is_same(PyObject* key, PyObject* const* fields, const Around& around) {
+    for (int i = 0; i < kFieldCount; ++i) {
+      PyObject* const known = PyTuple_GET_ITEM(key, i);
+      if (i == kAround) {
+        if (around.is_nothing() != (known == Py_None)) return false;
+        if (known == Py_None) continue;
+        const nb::object* const parts[] = {&around.scope, &around.traced, &around.module};
+        for (int j = 0; j < 3; ++j) {
+          if (PyTuple_GET_ITEM(known, j) != parts[j]->ptr()) return false;
+        }
+      } else if (known != fields[i]) {
+        if (!PyFloat_CheckExact(known) || !PyFloat_CheckExact(fields[i])) return false;
+        if (PyFloat_AS_DOUBLE(known) != PyFloat_AS_DOUBLE(fields[i])) return false;
+      }
+    }
+    return true;
   }
 
   Outcome find_by_shapes(PyObject* by_shapes, Arguments a, Found& found) {
@@ -206,7 +277,7 @@ class Door {
     for (Py_ssize_t i = 0; PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i) {
       PyObject* const entry = PyTuple_GET_ITEM(known, i);
       if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 2) return kNo;
-      const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a);
+      const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
       if (same == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(entry, 1));
       if (same != kNo) return same;
     }
@@ -214,19 +285,17 @@ class Door {
   }
 
   // A tuple that equals the polyattn.torch.cache.Key of the call, and has its hash.
-  nb::object built(const Key& of, const nb::object& around) {
-    const Outcome determined = here_.asked(kDetermined);
-    const nb::object switches = determined == kError ? nb::object() : here_.switches_key();
-    PyObject* const environ = switches.is_valid() ? here_.environment() : nullptr;
-    if (environ == nullptr) return nb::object();
-    PyObject* const fields[kFieldCount] = {
-        of.layout, of.mask, of.scale, of.softcap, of.dropout_p, of.return_lse, of.deterministic,
-        of.backend, around.ptr(), determined == kYes ? Py_True : Py_False, switches.ptr(), environ,
-        of.bias, of.sinks, Py_None, Py_None, of.pages, of.door, Py_None};
-    PyObject* const key = PyTuple_New(kFieldCount);
-    if (key == nullptr) return nb::object();
-    for (int i = 0; i < kFieldCount; ++i) PyTuple_SET_ITEM(key, i, Py_NewRef(fields[i]));
-    return nb::steal(key);
+  static nb::object built(PyObject* const* fields, const Around& around) {
+    const nb::object key = nb::steal(PyTuple_New(kFieldCount));
+    if (!key.is_valid()) return key;
+    for (int i = 0; i < kFieldCount; ++i) PyTuple_SET_ITEM(key.ptr(), i, Py_NewRef(fields[i]));
+    if (around.is_nothing()) return key;
+    PyObject* const asked =
+        PyTuple_Pack(3, around.scope.ptr(), around.traced.ptr(), around.module.ptr());
+    if (asked == nullptr) return nb::object();
+    Py_DECREF(Py_None);
+    PyTuple_SET_ITEM(key.ptr(), kAround, asked);
+    return key;
   }
 
   // What a choice rests on of an array or a bias that is no input.
@@ -278,7 +347,10 @@ class Door {
     return first;
   }
 
+  static constexpr std::size_t kRecent = 16;
+
   Surroundings here_;
+  Recent recent_[kRecent];
   nb::object mask_, signature_;
 };
 
@@ -294,6 +366,11 @@ PyObject* call(PyObject* self, Arguments arguments, Py_ssize_t given) {
     return PyErr_Format(PyExc_TypeError, "got %zd arguments, expected %d", given, count);
   }
   return (reinterpret_cast<DoorObject*>(self)->door->*way)(arguments);
+}
+
+PyObject* forget(PyObject* self, PyObject*) {
+  reinterpret_cast<DoorObject*>(self)->door->forget();
+  Py_RETURN_NONE;
 }
 
 template <PyObject* (Door::*way)(Arguments), int count>
@@ -315,6 +392,15 @@ bool is_known(PyObject* parts, PyObject* fields) {
   }
   for (const Part tuple : {kStrange, kStatic, kJoined}) {
     if (!PyTuple_Check(PyTuple_GET_ITEM(parts, tuple))) return false;
+  }
+  PyObject *const tensor = PyTuple_GET_ITEM(parts, kTensor),
+                  *const parameter = PyTuple_GET_ITEM(parts, kParameter),
+                  *const nested = PyTuple_GET_ITEM(parts, kNested);
+  if (!PyType_Check(tensor) || !PyType_Check(parameter) || Py_TYPE(nested) != &PyGetSetDescr_Type) {
+    return false;
+  }
+  for (PyObject* const type : {tensor, parameter}) {  // whose members the descriptor reads
+    if (!PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type), PyDescr_TYPE(nested))) return false;
   }
   return PyContextVar_CheckExact(PyTuple_GET_ITEM(parts, kScope)) &&
          PyContextVar_CheckExact(PyTuple_GET_ITEM(parts, kRecording));
@@ -358,6 +444,7 @@ void destroy(PyObject* self) {
 
 void add_door(nb::module_& m) {
   static PyMethodDef methods[] = {
+      {"forget", forget, METH_NOARGS, "To be called when the table has changed."},
       {"attention", method<&Door::attention, 13>(), METH_FASTCALL,
        "Run a call of attention, or give missed."},
       {"sdpa", method<&Door::sdpa, 8>(), METH_FASTCALL,

@@ -14,6 +14,7 @@ enum Part : int {
   kStrange,       // the errors that mean just that, while a call is looked up
   kTensor,        // the two types of tensors that the table holds
   kParameter,
+  kNested,        // the descriptor of their attribute is_nested
   kRows,          // of the table: by key (check, run, by_shapes), where by_shapes gives entries
   kPlain,         // of the table: by layout (check, run, operator, determined, environ, others)
   kState,
@@ -45,7 +46,6 @@ enum Part : int {
 
 struct Names {
   PyObject* armed = PyUnicode_InternFromString("armed");
-  PyObject* is_nested = PyUnicode_InternFromString("is_nested");
   PyObject* members = PyUnicode_InternFromString("members");
   PyObject* module = PyUnicode_InternFromString("module");
   PyObject* signature = PyUnicode_InternFromString("signature");
@@ -76,27 +76,55 @@ inline Outcome truth(PyObject* owned) {
 
 inline nb::object none() { return nb::borrow(Py_None); }
 
+// A function without arguments. Those of extensions are called with nothing in between.
+class Function {
+ public:
+  Function() = default;
+  explicit Function(PyObject* object) : object_(object) {
+    if (PyCFunction_CheckExact(object) && PyCFunction_GET_FLAGS(object) == METH_NOARGS) {
+      direct_ = PyCFunction_GET_FUNCTION(object);
+      self_ = PyCFunction_GET_SELF(object);
+    }
+  }
+
+  PyObject* operator()() const {
+    return direct_ != nullptr ? direct_(self_, nullptr) : PyObject_CallNoArgs(object_);
+  }
+
+ private:
+  PyObject* object_ = nullptr;
+  PyCFunction direct_ = nullptr;
+  PyObject* self_ = nullptr;
+};
+
+// What is in force around a call: three objects, or nothing.
+struct Around {
+  nb::object scope, traced, module;
+
+  bool is_nothing() const { return !scope.is_valid(); }
+};
+
 class Surroundings {
  public:
   // `parts`: a tuple in the order of Part.
   explicit Surroundings(PyObject* parts) : owner_(nb::borrow(parts)) {
     for (int i = 0; i < kParts; ++i) part_[i] = PyTuple_GET_ITEM(parts, i);
+    for (int i = kDetermined; i <= kGraphTask; ++i) function_[i] = Function(part_[i]);
+    nested_ = reinterpret_cast<PyGetSetDescrObject*>(part_[kNested])->d_getset;
   }
 
   PyObject* owner() const { return owner_.ptr(); }
   PyObject* operator[](Part part) const { return part_[part]; }
 
-  // Whether these are tensors that the table may hold, and nobody watches; sets `around` to None or
-  // to what is in force.
-  Outcome is_taken(Arguments a, nb::object& around) const {
+  // Whether these are tensors that the table may hold, and nobody watches; sets `around`.
+  Outcome is_taken(Arguments a, Around& around) const {
     for (int i = 0; i < 3; ++i) {
       PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(a[i]));
       if (type != part_[kTensor] && type != part_[kParameter]) return kNo;
       // the check of tensors would end the process with a nested one
-      const Outcome nested = truth(PyObject_GetAttr(a[i], names().is_nested));
+      const Outcome nested = truth(nested_->get(a[i], nested_->closure));
       if (nested != kNo) return nested == kError ? kError : kNo;
     }
-    around = none();
     const Outcome armed = truth(PyObject_GetAttr(part_[kState], names().armed));
     if (armed != kYes) return armed == kError ? kError : kYes;
     const Outcome watched = is_watched();
@@ -104,7 +132,7 @@ class Surroundings {
     return look_around(around);
   }
 
-  Outcome asked(Part function) const { return truth(PyObject_CallNoArgs(part_[function])); }
+  Outcome asked(Part function) const { return truth(function_[function]()); }
 
   bool read_switches(bool (&on)[4]) const {
     for (int i = 0; i < 4; ++i) {
@@ -131,7 +159,7 @@ class Surroundings {
   }
 
  private:
-  Outcome look_around(nb::object& around) const {
+  Outcome look_around(Around& around) const {
     PyObject* value = nullptr;
     if (PyContextVar_Get(part_[kScope], nullptr, &value) < 0) return kError;
     nb::object scope = nb::steal(value);
@@ -143,8 +171,8 @@ class Surroundings {
     const nb::object module = nb::steal(PyObject_GetAttr(part_[kLocal], names().module));
     if (!module.is_valid()) return kError;
     if (scope.is_none() && traced.is_none() && module.is_none()) return kYes;
-    around = nb::steal(PyTuple_Pack(3, scope.ptr(), traced.ptr(), module.ptr()));
-    return around.is_valid() ? kYes : kError;
+    around = {scope, traced, module};
+    return kYes;
   }
 
   // Whether a recorder or a checkpointed region wants to know of this call; see recompute.py.
@@ -163,7 +191,7 @@ class Surroundings {
       const Outcome inference = asked(kInference);
       return inference == kError ? kError : inference == kYes ? kNo : kYes;
     }
-    const nb::object task = nb::steal(PyObject_CallNoArgs(part_[kGraphTask]));
+    const nb::object task = nb::steal(function_[kGraphTask]());
     if (!task.is_valid()) return kError;
     const long number = PyLong_AsLong(task.ptr());
     if (number != -1) return kYes;
@@ -174,6 +202,8 @@ class Surroundings {
 
   nb::object owner_;  // of what part_ points to
   PyObject* part_[kParts];
+  Function function_[kParts];
+  PyGetSetDef* nested_;
 };
 
 }  // namespace polyattn

@@ -81,6 +81,8 @@ class Key(NamedTuple):
     layer: Any = None
     cast: Any = None
     pages: Any = None
+    causal: Any = None  # of torch's signature, as the next
+    gqa: Any = None
     door: str = "attention"
     noted: Any = None  # the choice that a recomputation has to repeat
 
@@ -102,8 +104,9 @@ class Key(NamedTuple):
     def of_sdpa(cls, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any) -> Key:
         """Return the key of a call with torch's signature."""
         key = cls(
-            "BNTH", (array_key(attn_mask), is_causal, gqa), scale, None, dropout_p, False, None,
-            None, around(), determined(), switches(), settings.raw(settings.BACKEND), door="sdpa",
+            "BNTH", array_key(attn_mask), scale, None, dropout_p, False, None, None, around(),
+            determined(), switches(), settings.raw(settings.BACKEND), causal=is_causal, gqa=gqa,
+            door="sdpa",
         )  # fmt: skip
         hash(key)
         return key
@@ -200,8 +203,8 @@ Plain = tuple[Callable[..., bool], Any, Any, bool, Any, tuple[Bare, ...]]
 def tensor_check(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
     """Return ``check(q, k, v)``: whether three tensors are alike in all that a choice rests on.
 
-    torch's own compiled guard looks at type, dtype, device, shape, strides, gradients and the
-    dispatch state (autocast, inference mode, function transforms) in 0.2 us.
+    torch's own compiled guard looks at type, dtype, device, shape, the last stride, gradients and
+    the dispatch state (autocast, inference mode, function transforms) in 0.2 us.
     """
     check = _check(q, k, v)
     if not (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -224,10 +227,17 @@ def _compiled_check(*tensors: Tensor) -> Callable[..., bool] | None:
         return TensorGuards(  # type: ignore[no-any-return]
             *tensors,
             dynamic_dims_sizes=[list(x.shape) for x in tensors],  # type: ignore[misc]
-            dynamic_dims_strides=[list(x.stride()) for x in tensors],  # type: ignore[misc]
+            dynamic_dims_strides=list(map(_strides, tensors)),  # type: ignore[misc]
         ).check
     except (ImportError, TypeError, SystemError):
         return None
+
+
+def _strides(x: Tensor) -> list[int | None]:
+    """Return the strides that a choice rests on: that of the last dim; kernels read the others."""
+    if x.dim() == 0 or x.shape[-1] <= 1:
+        return [None] * x.dim()
+    return [*[None] * (x.dim() - 1), x.stride(-1)]
 
 
 def _check_of_same(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
@@ -251,7 +261,7 @@ def _check_of_same(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
 def _facts(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
     return (
-        type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad, x.is_inference(),
+        type(x), x.dtype, x.device, x.shape, *_strides(x), x.requires_grad, x.is_inference(),
         x.is_neg(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch._C._functorch.maybe_current_level(),
@@ -277,6 +287,7 @@ class Table:
     def __init__(self) -> None:
         self.rows: dict[Any, Row] = {}
         self.plain: dict[str, Plain] = {}
+        self.changed: Callable[[], None] = lambda: None  # called when rows have changed
         self._count = 0
         scopes.listeners.append(self.forget)
 
@@ -285,6 +296,7 @@ class Table:
         self.rows.clear()
         self.plain.clear()
         self._count = 0
+        self.changed()
 
     def find(self, key: Key | None, q: Tensor, k: Tensor, v: Tensor) -> Entry | None:
         """Return the entry of this key and these tensors, if there is one."""
@@ -314,6 +326,7 @@ class Table:
             self.rows[key] = Row(entry.check, entry.run, by_shapes)
             if key.is_plainest:
                 self._add_plain(key, entry)
+            self.changed()
 
     def _add_plain(self, key: Key, entry: Entry) -> None:
         older: tuple[Bare, ...] = ()

@@ -142,14 +142,16 @@ def _in_native() -> Any:
     except (MissingDependency, AttributeError):  # none, or one of older sources
         return None
     parts = (
-        MISSED, STRANGE, Tensor, Parameter, _rows, _plain, _state, _local, scopes.scope,
-        scopes.recording, determined, *SWITCHES, *recompute.ASKED, environ, _BACKEND, array_key,
-        bias_key, (Causal, Full, Window), (And, Or), "attention", "sdpa", "paged", "BNTH",
+        MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
+        scopes.scope, scopes.recording, determined, *SWITCHES, *recompute.ASKED, environ,
+        _BACKEND, array_key, bias_key, (Causal, Full, Window), (And, Or), "attention", "sdpa", "paged", "BNTH",
     )  # fmt: skip
     try:
-        return door(parts, Key._fields)
+        made = door(parts, Key._fields)
     except ValueError:  # sources that build other keys, or another Python's environment
         return None
+    table.changed = made.forget
+    return made
 
 
 native = _in_native()
