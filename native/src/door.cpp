@@ -109,8 +109,11 @@ class Door {
       if (const Outcome plain = find_plain(a, found); plain != kNo) return plain;
     }
     const nb::object signature = signature_of(a[3]);
-    const nb::object bias = part_of(a[4], kBiasKey), sinks = part_of(a[7], kArrayKey);
-    if (!signature.is_valid() || !bias.is_valid() || !sinks.is_valid()) return kError;
+    if (!signature.is_valid()) return kError;
+    const nb::object bias = part_of(a[4], kBiasKey);
+    if (!bias.is_valid()) return kError;
+    const nb::object sinks = part_of(a[7], kArrayKey);
+    if (!sinks.is_valid()) return kError;
     return find({a[9], signature.ptr(), a[5], a[6], a[8], a[10], a[11], a[12], bias.ptr(),
                  sinks.ptr(), Py_None, Py_None, Py_None, here_[kAttention]},
                 around, a, found);
@@ -132,14 +135,18 @@ class Door {
   Outcome find_paged(Arguments a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
-    const nb::object signature = signature_of(a[5]), sinks = part_of(a[8], kArrayKey);
-    const nb::object table = part_of(a[3], kArrayKey), lengths = part_of(a[4], kArrayKey);
-    if (!signature.is_valid() || !sinks.is_valid() || !table.is_valid() || !lengths.is_valid()) {
-      return kError;
-    }
+    const nb::object signature = signature_of(a[5]);
+    if (!signature.is_valid()) return kError;
+    const nb::object sinks = part_of(a[8], kArrayKey);
+    if (!sinks.is_valid()) return kError;
+    const nb::object table = part_of(a[3], kArrayKey);
+    if (!table.is_valid()) return kError;
+    const nb::object lengths = part_of(a[4], kArrayKey);
+    if (!lengths.is_valid()) return kError;
     const nb::object pages = nb::steal(PyTuple_Pack(2, table.ptr(), lengths.ptr()));
+    if (!pages.is_valid()) return kError;
     const nb::object zero = nb::steal(PyFloat_FromDouble(0.0));
-    if (!pages.is_valid() || !zero.is_valid()) return kError;
+    if (!zero.is_valid()) return kError;
     return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None,
                  sinks.ptr(), pages.ptr(), Py_None, Py_None, here_[kPaged]},
                 around, a, found);

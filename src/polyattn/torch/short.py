@@ -144,7 +144,8 @@ def _in_native() -> Any:
     parts = (
         MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
         scopes.scope, scopes.recording, determined, *SWITCHES, *recompute.ASKED, environ,
-        _BACKEND, array_key, bias_key, (Causal, Full, Window), (And, Or), "attention", "sdpa", "paged", "BNTH",
+        _BACKEND, array_key, bias_key, (Causal, Full, Window), (And, Or), "attention", "sdpa",
+        "paged", "BNTH",
     )  # fmt: skip
     try:
         made = door(parts, Key._fields)
