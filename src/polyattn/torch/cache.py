@@ -291,6 +291,11 @@ class Table:
         self._count = 0
         scopes.listeners.append(self.forget)
 
+    @property
+    def count(self) -> int:
+        """How many entries there are."""
+        return self._count
+
     def forget(self) -> None:
         """Empty the table."""
         self.rows.clear()
