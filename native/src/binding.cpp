@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "door.h"
 #include "module_parts.h"
 #include "polyattn/arguments.h"
 #include "reader.h"
@@ -141,6 +142,7 @@ NB_MODULE(_native, m) {
   m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a,
         "sizes"_a, "strides"_a, "out"_a,
         "85 float64 numbers of a tensor: see native/src/statistics/statistics.h.");
+  polyattn::add_door(m);
   polyattn::add_trace_lines(m);
   polyattn::add_trace_record(m);
   m.def("spin", &polyattn::spin, "isa"_a, "bf16"_a, "iterations"_a, "threads"_a,

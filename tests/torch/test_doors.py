@@ -38,7 +38,8 @@ def outcome(function: Any, *args: Any, **kwargs: Any) -> Outcome:
     try:
         found = function(*args, **kwargs)
     except PolyattnError as error:
-        kind = next(c for c in type(error).__mro__ if c in vars(errors).values())
+        known = vars(errors).values()  # compilers raise classes that are made of these
+        kind = next(c for c in type(error).__mro__ if c in known)
         return ("error", kind, str(error).splitlines()[0])
     except Exception as error:  # torch's own, in the drop-in
         return ("error", type(error), str(error) if "dynamo" in type(error).__module__ else "")

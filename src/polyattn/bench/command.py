@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from polyattn.bench.report import say
 
     try:
-        commands = {"compare": _compare, "cpu": _cpu, "overhead": _overhead, "trace": trace.run}
+        commands = {
+            "compare": _compare, "cpu": _cpu, "growth": _growth, "overhead": _overhead,
+            "trace": trace.run,
+        }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
         say(f"polyattn bench: {error}", error=True)
@@ -47,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     overhead.add_argument("--plot", metavar="FILE.png", help="draw the table (needs matplotlib)")
     _add_cpu(kinds)
+    growth = kinds.add_parser(
+        "growth",
+        help="whether memory stays bounded over calls of ever new shapes",
+        description="Resident memory over calls of distinct shapes, eager, drop-in and compiled.",
+    )
+    growth.add_argument("--shapes", type=int, default=1_000_000, help="how many (1000000)")
+    growth.add_argument("--json", action="store_true", help="print the record, not the steps")
     trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")
@@ -139,6 +149,25 @@ def _cpu(options: argparse.Namespace) -> int:
 
         say(f"plot: {draw_ratios(record, Path(options.plot))}", error=options.json)
     return YES if record["goals_met"] else NO
+
+
+def _growth(options: argparse.Namespace) -> int:
+    from polyattn.bench import growth, records
+    from polyattn.bench.report import say
+
+    if options.shapes < 100:
+        raise PolyattnError(f"got --shapes {options.shapes}, expected at least 100.")
+    progress = (lambda line: None) if options.json else say
+    record = growth.measure(options.shapes, progress)
+    if options.json:
+        say(records.dump(record), plain=True)
+    else:
+        verdict = "bounded" if record["bounded"] else "NOT bounded"
+        say(
+            f"{verdict}: the second half grew by {record['second_half_grew_mib']} MiB "
+            f"(allowed {record['allowed_mib']})"
+        )
+    return YES if record["bounded"] else NO
 
 
 def _compare(options: argparse.Namespace) -> int:

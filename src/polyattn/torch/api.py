@@ -1,8 +1,8 @@
 """``attention``: one call, every kernel.
 
-The hot path is one small key of options and a compiled check of the three tensors (their
-types, dtypes, devices, shapes, strides, gradients, dispatch state) before the prepared kernel
-is called. Everything else happens once for each class of calls, in `polyattn.torch.dispatch`.
+A call that is like an earlier one goes the short way (`polyattn.torch.short`) to the kernel that
+was prepared then. Everything else happens once for each class of calls, in
+`polyattn.torch.dispatch`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from types import FunctionType
 from typing import Any
 
 from torch import SymInt, Tensor
-from torch._C import _get_deterministic_algorithms as _determined
 from torch.compiler import is_dynamo_compiling
 
-from polyattn import platforms, scopes, settings
+from polyattn import platforms
 from polyattn.choice import choose
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.facts import Facts
@@ -22,19 +21,15 @@ from polyattn.masks import Mask
 from polyattn.problem import Problem
 from polyattn.requests import Request
 from polyattn.selection import Selection
-from polyattn.torch import platform, recompute
-from polyattn.torch.cache import Key, switches, table
+from polyattn.torch import platform, short
+from polyattn.torch.cache import Key, key_for
 from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]
 
-_rows, _plain = table.rows, table.plain
-_NOTHING: tuple[Any, Any] = (None, None)
-_state, _local = scopes.state, scopes.local
-_scope, _recorders = scopes.scope.get, scopes.recording.get
-_environ, _BACKEND = settings.raw, settings.BACKEND
+_MISSED = short.MISSED
 
 
 def attention(
@@ -84,33 +79,10 @@ def attention(
     if is_dynamo_compiling():
         return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
                                 layout, return_lse, deterministic, backend)  # fmt: skip
-    held = run = operator = None
-    try:
-        if query.is_nested or key.is_nested or value.is_nested:  # which no check can take
-            raise LookupError
-        if (
-            mask is None and bias is None and scale is None and softcap is None and sinks is None
-            and deterministic is None and backend is None and dropout_p == 0.0 and not return_lse
-            and (not _state.armed or _is_alone())
-        ):  # fmt: skip
-            # the shortest way, for the plainest call
-            check, run, operator, determined, environ, others = _plain[layout]
-            if not check(query, key, value):
-                run, operator = next((o[1:] for o in others if o[0](query, key, value)), _NOTHING)
-            if (
-                determined is not _determined() or environ is not _environ(_BACKEND)
-                or switches() is not None
-            ):  # fmt: skip
-                run = operator = None
-    except _STRANGE:  # no tensors, or a new layout
-        run = operator = None
-    if operator is not None:
-        return operator(query, key, value)[0]
-    if run is None:
-        held, run = _find(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
-                          layout, return_lse, deterministic, backend)  # fmt: skip
-    if run is not None:
-        return run(query, key, value, mask, bias, sinks)
+    found = short.attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout,
+                            return_lse, deterministic, backend)  # fmt: skip
+    if found is not _MISSED:
+        return found
     if _are_symbolic(query, key):  # as torch.export and make_fx trace without Dynamo
         return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
                                 layout, return_lse, deterministic, backend)  # fmt: skip
@@ -119,31 +91,8 @@ def attention(
         "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
         "deterministic": deterministic,
     }  # fmt: skip
+    held = key_for(query, key, value, Key.of, *options.values(), backend)
     return dispatch(AttentionWay(options), held, query, key, value, (mask, bias, sinks), backend)
-
-
-# what looking a call up may raise: its options are anything, and it may be no call at all
-_STRANGE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)
-
-
-def _find(q: Any, k: Any, v: Any, *options: Any) -> tuple[Key | None, Any]:
-    """Return the key of a call, or None if it has none, and what runs it, if that is known."""
-    held = None
-    try:
-        if q.is_nested or k.is_nested or v.is_nested:
-            return None, None
-        held = Key.of(*options)
-        if _state.armed and _is_watched():
-            return held, None
-        check, run, by_shapes = _rows[held]
-        if check(q, k, v):
-            return held, run
-        for entry in by_shapes[q.shape, k.shape, v.shape]:
-            if entry.check(q, k, v):
-                return held, entry.run
-    except _STRANGE:
-        pass  # a new class of calls, or a wrong one: both are for the long way
-    return held, None
 
 
 def _are_symbolic(*tensors: Any) -> bool:
@@ -154,16 +103,6 @@ def _are_symbolic(*tensors: Any) -> bool:
         if isinstance(x, Tensor) and not x.is_nested
         for size in x.shape
     )
-
-
-def _is_watched() -> bool:
-    """Say whether a recorder or a checkpointed region wants to know of this call."""
-    return bool(_recorders(None)) or recompute.is_possible()
-
-
-def _is_alone() -> bool:
-    """Say whether nothing is asked for around this call, and nobody watches it."""
-    return not (_scope("") or _local.traced or _local.module or _is_watched())
 
 
 def plan(query: Tensor, key: Tensor, value: Tensor, *, backend: Any = None, **options: Any) -> Any:

@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 from torch._C import (
     _get_cudnn_sdp_enabled,
-    _get_deterministic_algorithms,
     _get_flash_sdp_enabled,
     _get_math_sdp_enabled,
     _get_mem_efficient_sdp_enabled,
     is_grad_enabled,
 )
+from torch._C import _get_deterministic_algorithms as determined
 
 from polyattn import scopes, settings
 
 __all__ = [
     "PLAIN",
+    "STRANGE",
+    "SWITCHES",
     "Entry",
     "Key",
     "Table",
-    "array_key",
     "around",
+    "array_key",
+    "bias_key",
+    "determined",
+    "key_for",
     "switches",
     "table",
     "tensor_check",
@@ -36,6 +41,14 @@ __all__ = [
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The types of tensors that the table holds; others take the long way each time."""
+
+SWITCHES = (
+    _get_flash_sdp_enabled,
+    _get_mem_efficient_sdp_enabled,
+    _get_math_sdp_enabled,
+    _get_cudnn_sdp_enabled,
+)
+"""torch's own switches of its kernels: flash, efficient, math, cuDNN."""
 
 _MOST_ENTRIES = 4096
 _MOST_ALIKE = 8
@@ -68,6 +81,8 @@ class Key(NamedTuple):
     layer: Any = None
     cast: Any = None
     pages: Any = None
+    causal: Any = None  # of torch's signature, as the next
+    gqa: Any = None
     door: str = "attention"
     noted: Any = None  # the choice that a recomputation has to repeat
 
@@ -79,13 +94,31 @@ class Key(NamedTuple):
         """Return the key of a call of ``attention``; TypeError where an option has no hash."""
         key = cls(
             layout, None if mask is None else mask.signature, scale, softcap, dropout_p,
-            return_lse, deterministic, backend, around(), _get_deterministic_algorithms(),
-            switches(), settings.raw(settings.BACKEND),
-            None if bias is None else (bias.signature, array_key(bias.payload)),
-            array_key(sinks),
+            return_lse, deterministic, backend, around(), determined(), switches(),
+            settings.raw(settings.BACKEND), bias_key(bias), array_key(sinks),
         )  # fmt: skip
         hash(key)
         return key
+
+    @classmethod
+    def of_sdpa(cls, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any) -> Key:
+        """Return the key of a call with torch's signature."""
+        key = cls(
+            "BNTH", array_key(attn_mask), scale, None, dropout_p, False, None, None, around(),
+            determined(), switches(), settings.raw(settings.BACKEND), causal=is_causal, gqa=gqa,
+            door="sdpa",
+        )  # fmt: skip
+        hash(key)
+        return key
+
+    @classmethod
+    def of_paged(
+        cls, block_table: Any, lengths: Any, mask: Any, scale: Any, softcap: Any, sinks: Any,
+        layout: Any, return_lse: Any, backend: Any,
+    ) -> Key:  # fmt: skip
+        """Return the key of a call on pages."""
+        key = cls.of(mask, None, scale, softcap, sinks, 0.0, layout, return_lse, None, backend)
+        return key._replace(pages=(array_key(block_table), array_key(lengths)), door="paged")
 
     @property
     def is_plainest(self) -> bool:
@@ -94,6 +127,20 @@ class Key(NamedTuple):
             self.layout, None, None, None, 0.0, False, None, None, None, self.determined, None,
             self.environ,
         )  # fmt: skip
+
+
+STRANGE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)
+"""What making a key may raise: the options of a call are anything, and it may be no call at all."""
+
+
+def key_for(q: Any, k: Any, v: Any, of: Callable[..., Key], *options: Any) -> Key | None:
+    """Return ``of(*options)``, or None for calls that the table cannot hold."""
+    try:
+        if q.is_nested or k.is_nested or v.is_nested:  # which have no shapes, and no check takes
+            return None
+        return of(*options)
+    except STRANGE:  # for admission to say
+        return None
 
 
 def around() -> Any:
@@ -108,11 +155,9 @@ _NOTHING = (None, None, None)
 
 
 def switches() -> tuple[bool, ...] | None:
-    """Return torch's own switches of its kernels (flash, efficient, math, cuDNN); None: all on."""
-    found = (
-        _get_flash_sdp_enabled(), _get_mem_efficient_sdp_enabled(), _get_math_sdp_enabled(),
-        _get_cudnn_sdp_enabled(),
-    )  # fmt: skip
+    """Return torch's own switches, in the order of :data:`SWITCHES`; None: all are on."""
+    flash, efficient, math, cudnn = SWITCHES
+    found = flash(), efficient(), math(), cudnn()
     return None if found == _ALL_ON else found
 
 
@@ -124,6 +169,11 @@ def array_key(x: Any) -> Any:
     if x is None:
         return None
     return x.shape, x.dtype, x.device, x.requires_grad and is_grad_enabled(), type(x)
+
+
+def bias_key(bias: Any) -> Any:
+    """Return what a choice rests on of a bias."""
+    return None if bias is None else (bias.signature, array_key(bias.payload))
 
 
 class Entry(NamedTuple):
@@ -153,8 +203,8 @@ Plain = tuple[Callable[..., bool], Any, Any, bool, Any, tuple[Bare, ...]]
 def tensor_check(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
     """Return ``check(q, k, v)``: whether three tensors are alike in all that a choice rests on.
 
-    torch's own compiled guard looks at type, dtype, device, shape, strides, gradients and the
-    dispatch state (autocast, inference mode, function transforms) in 0.2 us.
+    torch's own compiled guard looks at type, dtype, device, shape, the last stride, gradients and
+    the dispatch state (autocast, inference mode, function transforms) in 0.2 us.
     """
     check = _check(q, k, v)
     if not (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -177,10 +227,17 @@ def _compiled_check(*tensors: Tensor) -> Callable[..., bool] | None:
         return TensorGuards(  # type: ignore[no-any-return]
             *tensors,
             dynamic_dims_sizes=[list(x.shape) for x in tensors],  # type: ignore[misc]
-            dynamic_dims_strides=[list(x.stride()) for x in tensors],  # type: ignore[misc]
+            dynamic_dims_strides=list(map(_strides, tensors)),  # type: ignore[misc]
         ).check
     except (ImportError, TypeError, SystemError):
         return None
+
+
+def _strides(x: Tensor) -> list[int | None]:
+    """Return the strides that a choice rests on: that of the last dim; kernels read the others."""
+    if x.dim() == 0 or x.shape[-1] <= 1:
+        return [None] * x.dim()
+    return [*[None] * (x.dim() - 1), x.stride(-1)]
 
 
 def _check_of_same(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
@@ -204,7 +261,7 @@ def _check_of_same(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
 def _facts(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
     return (
-        type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad, x.is_inference(),
+        type(x), x.dtype, x.device, x.shape, *_strides(x), x.requires_grad, x.is_inference(),
         x.is_neg(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch._C._functorch.maybe_current_level(),
@@ -230,14 +287,21 @@ class Table:
     def __init__(self) -> None:
         self.rows: dict[Any, Row] = {}
         self.plain: dict[str, Plain] = {}
+        self.changed: Callable[[], None] = lambda: None  # called when rows have changed
         self._count = 0
         scopes.listeners.append(self.forget)
+
+    @property
+    def count(self) -> int:
+        """How many entries there are."""
+        return self._count
 
     def forget(self) -> None:
         """Empty the table."""
         self.rows.clear()
         self.plain.clear()
         self._count = 0
+        self.changed()
 
     def find(self, key: Key | None, q: Tensor, k: Tensor, v: Tensor) -> Entry | None:
         """Return the entry of this key and these tensors, if there is one."""
@@ -271,6 +335,7 @@ class Table:
             self.rows[key] = Row(entry.check, entry.run, by_shapes)
             if key.is_plainest:
                 self._add_plain(key, entry)
+            self.changed()
 
     def _add_plain(self, key: Key, entry: Entry) -> None:
         older: tuple[Bare, ...] = ()

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _get_deterministic_algorithms
 from torch.compiler import is_dynamo_compiling
 
-from polyattn import scopes, settings
+from polyattn import scopes
 from polyattn.admission import SdpaFacts, only_torch
 from polyattn.biases import DenseBias
 from polyattn.choice import Plan, current_wishes, wishes
@@ -28,8 +27,8 @@ from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
 from polyattn.registry import registry
 from polyattn.selection import Selection, Source
-from polyattn.torch import recompute, traced
-from polyattn.torch.cache import PLAIN, Key, around, array_key, switches, table
+from polyattn.torch import short, traced
+from polyattn.torch.cache import PLAIN, Key, key_for, switches
 from polyattn.torch.dispatch import AttentionWay, dispatch, runner
 from polyattn.torch.door import Call, admit, facts_of
 from polyattn.torch.model import facts_of as facts_of_model
@@ -40,10 +39,8 @@ __all__ = ["hand_to_torch", "scaled_dot_product_attention", "torch_sdpa"]
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
 """torch's own function, whatever it has been replaced by since."""
 
-_rows = table.rows
 _state = scopes.state
-_environ, _BACKEND = settings.raw, settings.BACKEND
-_recorders = scopes.recording.get
+_MISSED = short.MISSED
 _CAUSAL = Causal("top_left")
 
 
@@ -71,32 +68,12 @@ def scaled_dot_product_attention(
     """
     if is_dynamo_compiling():
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    held = run = None
-    try:
-        held = _key_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if not (_state.armed and (_recorders(None) or recompute.is_possible())):
-            check, newest, by_shapes = _rows[held]
-            if check(query, key, value):
-                run = newest
-            else:
-                alike = by_shapes[query.shape, key.shape, value.shape]
-                run = next((e.run for e in alike if e.check(query, key, value)), None)
-    except (LookupError, TypeError, AttributeError):
-        run = None  # a new class of calls, or one for torch itself
-    if run is not None:
-        return run(query, key, value, attn_mask)  # type: ignore[no-any-return]
-    return _long_way(held, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def _key_of(
-    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
-) -> Key:
-    if q.is_nested or k.is_nested or v.is_nested:  # which no check can take
-        raise LookupError
-    return Key(
-        "BNTH", (array_key(attn_mask), is_causal, gqa), scale, None, dropout_p, False, None, None,
-        around(), _get_deterministic_algorithms(), switches(), _environ(_BACKEND), door="sdpa",
-    )  # fmt: skip
+    found = short.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if found is not _MISSED:
+        return found  # type: ignore[no-any-return]
+    options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    held = key_for(query, key, value, Key.of_sdpa, *options)
+    return _long_way(held, query, key, value, *options)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,71 @@ from polyattn.masks import BlockMap, Dense, Mask
 from polyattn.payload import shape_of
 from polyattn.simplify import simplify
 
-__all__ = ["facts_of", "mask_of", "model_of", "model_of_sdpa"]
+__all__ = [
+    "facts_of", "mask_of", "model_of", "model_of_plain", "model_of_sdpa", "plain_model_of",
+]  # fmt: skip
 
 _ARRAY, _OTHER = "array", "other"
+
+
+def plain_model_of(q: Any, k: Any, v: Any, turned: bool) -> tuple[Any, Any]:
+    """Return what :func:`model_of` does, for dense tensors of four dims and nothing else.
+
+    `turned`: heads come second. The arrays of the model are lists. Most calls are such, and a
+    compiler guards every global and built-in that is read, at each call: so nothing is read here,
+    and what is called is nested.
+    """
+
+    def number_of(size: int, as_power: bool) -> int:
+        # by comparisons only: those with powers of two guard a range of a symbolic size
+        low, high = 0, 1
+        while high < size:
+            high *= 2
+        while not as_power and low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if size <= middle else (middle + 1, high)
+        return high if size else 0
+
+    def apart(stand_in: int, size: int) -> int:
+        for other, taken in stands:
+            if stand_in == taken and size != other:
+                return apart(stand_in * 2, size)
+        return stand_in
+
+    def modelled(size: int) -> int:
+        for known, stand_in in stands:
+            if size == known:
+                return stand_in
+        return -1
+
+    ti, ni = (2, 1) if turned else (1, 2)
+    b, t, s, n = q.shape[0], q.shape[ti], k.shape[ti], q.shape[ni]
+    stands = [(1, 1), *[(x, number_of(x, False)) for x in (n, k.shape[ni], q.shape[3], v.shape[3])]]
+    for_t, for_s = number_of(t, True), number_of(s, True)
+    while t < s and for_s <= for_t:
+        for_s = apart(for_s * 2, s)
+    while s < t and for_t <= for_s:
+        for_t = apart(for_t * 2, t)
+    stands += [(t, for_t), (s, for_t if t == s else for_s)]
+    if b != t and b != s:
+        stands.append((b, apart(number_of(b, True), b)))
+    found = []
+    for x in (q, k, v):
+        unit = x.stride(3) == 1 or x.shape[3] <= 1
+        shape = [modelled(size) for size in x.shape]
+        found.append([shape, x.dtype, x.device, x.requires_grad, unit])
+    return (b, t, s, n), found
+
+
+def model_of_plain(found: Any) -> Any:
+    """Return the model that :func:`plain_model_of` describes; None where sizes are not known."""
+    if any(min(shape) < 0 for shape, *_ in found):
+        return None
+    arrays = [
+        (_ARRAY, tuple(shape), dtype, str(device), grad, unit, "strided")
+        for shape, dtype, device, grad, unit in found
+    ]
+    return (*arrays, None, None, None)
 
 
 def model_of(

@@ -16,7 +16,8 @@ from torch.compiler import is_dynamo_compiling
 from polyattn.admission import admit_pages, check_lengths
 from polyattn.choice import Plan
 from polyattn.masks import Causal, Mask
-from polyattn.torch.cache import Key, array_key, table
+from polyattn.torch import short
+from polyattn.torch.cache import Key, key_for
 from polyattn.torch.dispatch import dispatch
 from polyattn.torch.door import FRONT, Call
 from polyattn.torch.empty import answer_empty
@@ -24,7 +25,7 @@ from polyattn.torch.traced import refuse
 
 __all__ = ["paged_attention"]
 
-_rows = table.rows
+_MISSED = short.MISSED
 _CAUSAL = Causal()
 
 
@@ -75,17 +76,17 @@ def paged_attention(
             "got paged_attention inside torch.compile, expected an eager call; call it outside of "
             "the compiled function."
         )
+    found = short.paged(query, key_pages, value_pages, block_table, lengths, mask, scale, softcap,
+                        sinks, layout, return_lse, backend)  # fmt: skip
+    if found is not _MISSED:
+        return found
     options = {
         "mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout,
         "return_lse": return_lse,
     }  # fmt: skip
     way = _PagedWay(block_table, lengths, options)
-    held: Key | None = None
-    try:
-        held = Key.of(mask, None, scale, softcap, sinks, 0.0, layout, return_lse, None, backend)
-        held = held._replace(pages=(array_key(block_table), array_key(lengths)), door="paged")
-    except (TypeError, AttributeError):  # options that are none: for admission to say
-        held = None
+    pages = block_table, lengths, *options.values(), backend
+    held = key_for(query, key_pages, value_pages, Key.of_paged, *pages)
     arguments = mask, None, sinks, block_table, lengths
     return dispatch(way, held, query, key_pages, value_pages, arguments, backend)
 

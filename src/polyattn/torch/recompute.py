@@ -21,9 +21,12 @@ from torch._C import _is_fwd_grad_enabled, is_grad_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 from torch.utils import checkpoint as _checkpoint
 
-__all__ = ["Regions", "is_possible", "regions"]
+__all__ = ["ASKED", "Regions", "is_possible", "regions"]
 
 _ATTRIBUTE = "_polyattn_plans"
+
+ASKED = is_grad_enabled, _is_fwd_grad_enabled, is_inference_mode_enabled, _graph_task, _top_hooks
+"""What :func:`is_possible` asks, for the native extension."""
 
 
 def is_possible() -> bool:

@@ -28,18 +28,13 @@ from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.masking import bind_mask
-from polyattn.torch.model import facts_of, mask_of, model_of
+from polyattn.torch.model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
 
 __all__ = ["as_text", "attention", "from_text", "refuse", "through_compiler"]
 
 
-class _Kernels:
-    """One attribute for each kernel: compilers guard the one that is read, not the others."""
-
-
-_kernels = _Kernels()
 _plans: dict[int, Plan] = {}
-_numbers: dict[Any, int] = {}
+_names: dict[Any, str] = {}
 _state, _local = scopes.state, scopes.local
 
 
@@ -48,30 +43,57 @@ def attention(
     dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
 ) -> Any:  # fmt: skip
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
-    cast = None
-    if isinstance(q, Tensor) and q.element_size() != 8 and _is_autocast_enabled(q.device.type):
-        cast = torch.get_autocast_dtype(q.device.type)
-    numbers = [as_text(x) for x in (scale, softcap, dropout_p)]
+    scale = None if scale is None else as_text(scale)
+    softcap = None if softcap is None else as_text(softcap)
+    if isinstance(dropout_p, Tensor) or dropout_p != 0.0:
+        dropout_p = as_text(dropout_p)
+    elif dropout_p is not False:
+        dropout_p = 0.0  # whatever number a compiler keeps for it
     scope = _state.scope
     asked = (
-        *numbers, layout, return_lse, deterministic, cast, backend,
+        scale, softcap, dropout_p, layout, return_lse, deterministic, backend,
         None if scope is _state else scope, _local.traced, _local.module, _state.epoch,
     )  # fmt: skip
-    sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, False)
-    number = -1 if model is None else _resolve(model, asked, False)
-    if number < 0:  # wrong, or one whose symbolic sizes nothing can stand in for
-        sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, True)
-        number = _resolve(model, asked, True)
-    if cast is not None:
-        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    name, simple = "", None
+    if (
+        mask is None and bias is None and sinks is None and (layout == "BTNH" or layout == "BNTH")
+        and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+        and not (q.is_nested or k.is_nested or v.is_nested)
+        and f"{q.layout}{k.layout}{v.layout}" == "torch.stridedtorch.stridedtorch.strided"
+        and q.dim() == 4 and k.dim() == 4 and v.dim() == 4
+    ):  # fmt: skip
+        sizes, found = plain_model_of(q, k, v, layout == "BNTH")
+        name = _resolve_plain(found, asked)
+    if name == "":
+        q, k, v, sizes, simple, name = _resolved(q, k, v, mask, bias, sinks, layout, asked)
     if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0 or sizes[3] == 0:
         return answer_empty(layout, return_lse, q, k, v, sinks, bias)
     if simple is not None:
         simple = bind_mask(simple, q.device)
     recorded = _state.recorded
     if recorded is not _state and recorded != "":
-        torch.ops.polyattn.note(number)
-    return getattr(_kernels, f"number_{number}")(q, k, v, simple, bias, sinks)
+        torch.ops.polyattn.note(_number_of(name))
+    if name.startswith("operator"):
+        return getattr(_state, name)(q, k, v)[0]
+    return getattr(_state, name)(q, k, v, simple, bias, sinks)
+
+
+def _resolved(
+    q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, asked: Any
+) -> tuple[Any, Any, Any, Any, Any, str]:
+    """Return q, k and v as autocast makes them, what may be empty, the mask, and the name."""
+    cast = None
+    if isinstance(q, Tensor) and q.element_size() != 8 and _is_autocast_enabled(q.device.type):
+        cast = torch.get_autocast_dtype(q.device.type)
+    asked = (*asked, cast)
+    sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, False)
+    name = "" if model is None else _resolve(model, asked, False)
+    if name == "":  # wrong, or one whose symbolic sizes nothing can stand in for
+        sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, True)
+        name = _resolve(model, asked, True)
+    if cast is not None:
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    return q, k, v, sizes, simple, name
 
 
 def as_text(x: Any) -> Any:
@@ -112,18 +134,20 @@ class _Constants:
         raise AssertionError("nothing is known of a compiled call's arrays")
 
 
-def _resolve(model: Any, asked: Any, strict: bool) -> int:
-    """Admit a call and choose its backend; returns the number of its plan.
+def _resolve(model: Any, asked: Any, strict: bool) -> str:
+    """Admit a call and choose its backend; returns the name of what runs it among the kernels.
 
-    Not `strict`: -1 for what is no call, since only a model of the very sizes can say why.
+    Not `strict`: "" for what is no call, since only a model of the very sizes can say why.
     """
     _define_note()
+    numbers = [as_text(x) if isinstance(x, (int, float)) else x for x in asked[:3]]
+    asked = (*numbers, *asked[3:])
     key: Any = (
         model, asked, switches(), torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     try:
-        known = _numbers.get(key)
+        known = _names.get(key)
     except TypeError:  # an option without a hash: for admission to say
         known = key = None
     if known is None:
@@ -131,12 +155,12 @@ def _resolve(model: Any, asked: Any, strict: bool) -> int:
             known = _planned(model, asked)
         except InvalidProblem as error:
             if not strict:
-                return -1
+                return ""
             raise through_compiler(error) from None
         except PolyattnError as error:
             raise through_compiler(error) from None
         if key is not None:
-            _numbers[key] = known
+            _names[key] = known
     return known
 
 
@@ -144,10 +168,28 @@ def _resolve(model: Any, asked: Any, strict: bool) -> int:
 _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _planned(model: Any, asked: Any) -> int:
+def _resolve_plain(found: Any, asked: Any) -> str:
+    """Resolve a call of three tensors and nothing else, not strictly; "" under autocast."""
+    model = model_of_plain(found)
+    if model is None or _is_autocast_enabled(found[0][2].type):
+        return ""
+    return _resolve(model, (*asked, None), False)
+
+
+_resolve_plain._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+_number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _planned(model: Any, asked: Any) -> str:
     q, k, v, mask, bias, sinks = model
-    (scale, softcap, dropout_p, layout, return_lse, deterministic, cast, backend, scope, traced,
-     module, _) = asked  # fmt: skip
+    (scale, softcap, dropout_p, layout, return_lse, deterministic, backend, scope, traced, module,
+     _, cast) = asked  # fmt: skip
     problem = admit_call(
         facts_of(q), facts_of(k), facts_of(v), front=_Constants(cast), mask=mask_of(mask),
         bias=mask_of(bias), scale=from_text(scale), softcap=from_text(softcap),
@@ -160,8 +202,10 @@ def _planned(model: Any, asked: Any) -> int:
     with scopes.lock:
         number = next(_counter)
         _plans[number] = plan
-        setattr(_kernels, f"number_{number}", plan.kernel)
-    return number
+        operator = getattr(plan.kernel, "operator", None)
+        name = f"kernel_{number}" if operator is None else f"operator_{number}"
+        setattr(_state, name, plan.kernel if operator is None else operator)
+    return name
 
 
 _counter = itertools.count()
@@ -179,11 +223,11 @@ def _forget() -> None:
 
     Those of the last one stay, for code that passed its guards before the epoch ended.
     """
-    _numbers.clear()
+    _names.clear()
     for number in _passing:
         _plans.pop(number, None)
-        if hasattr(_kernels, f"number_{number}"):
-            delattr(_kernels, f"number_{number}")
+        for name in (f"kernel_{number}", f"operator_{number}"):
+            vars(_state).pop(name, None)
     _passing[:] = _plans
 
 

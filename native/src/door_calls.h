@@ -1,0 +1,358 @@
+// The class behind polyattn._native.Door: looks calls up and runs them. A part of door.cpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+
+#include "door_surroundings.h"
+
+namespace polyattn {
+
+// The fields of polyattn.torch.cache.Key, whose equal is built here.
+constexpr const char* kFields[] = {
+    "layout", "mask", "scale", "softcap", "dropout_p", "return_lse", "deterministic", "backend",
+    "around", "determined", "switches", "environ", "bias", "sinks", "layer", "cast", "pages", "causal",
+    "gqa", "door", "noted"};
+constexpr int kAround = 8;
+constexpr int kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
+
+struct Key {
+  PyObject* layout;
+  PyObject* mask;  // its signature
+  PyObject* scale;
+  PyObject* softcap;
+  PyObject* dropout_p;
+  PyObject* return_lse;
+  PyObject* deterministic;
+  PyObject* backend;
+  PyObject* bias;
+  PyObject* sinks;
+  PyObject* pages;
+  PyObject* causal;
+  PyObject* gqa;
+  PyObject* door;
+};
+
+// A key that the table has, and its row.
+struct Recent {
+  nb::object key, row;
+};
+
+struct Found {
+  nb::object tensors;  // q, k and v as a tuple
+  nb::object run;
+  bool is_operator = false;  // called with three tensors, and gives the output first of several
+};
+
+class Door {
+ public:
+  explicit Door(PyObject* parts) : here_(parts) {}
+
+  PyObject* attention(Arguments a) {
+    Found found;
+    const Outcome outcome = find_attention(a, found);
+    if (outcome != kYes) return left(outcome);
+    if (found.is_operator) {
+      return first_of(PyObject_Call(found.run.ptr(), found.tensors.ptr(), nullptr));
+    }
+    PyObject* const call[] = {a[0], a[1], a[2], a[3], a[4], a[7]};
+    return PyObject_Vectorcall(found.run.ptr(), call, 6, nullptr);
+  }
+
+  PyObject* sdpa(Arguments a) {
+    Found found;
+    const Outcome outcome = find_sdpa(a, found);
+    if (outcome != kYes) return left(outcome);
+    return PyObject_Vectorcall(found.run.ptr(), a, 4, nullptr);
+  }
+
+  PyObject* paged(Arguments a) {
+    Found found;
+    const Outcome outcome = find_paged(a, found);
+    if (outcome != kYes) return left(outcome);
+    PyObject* const call[] = {a[0], a[1], a[2], a[5], Py_None, a[8], a[3], a[4]};
+    return PyObject_Vectorcall(found.run.ptr(), call, 8, nullptr);
+  }
+
+  // The table has changed.
+  void forget() {
+    for (Recent& recent : recent_) {
+      const Recent before = recent;
+      recent = Recent();
+    }
+  }
+
+  int traverse(visitproc visit, void* arg) {
+    Py_VISIT(here_.owner());
+    Py_VISIT(mask_.ptr());
+    for (const Recent& recent : recent_) {
+      Py_VISIT(recent.key.ptr());
+      Py_VISIT(recent.row.ptr());
+    }
+    return 0;
+  }
+
+ private:
+  // query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse,
+  // deterministic, backend
+  Outcome find_attention(Arguments a, Found& found) {
+    Around around;
+    if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
+    if (around.is_nothing() && is_plainest(a)) {
+      if (const Outcome plain = find_plain(a, found); plain != kNo) return plain;
+    }
+    const nb::object signature = signature_of(a[3]);
+    if (!signature.is_valid()) return kError;
+    const nb::object bias = part_of(a[4], kBiasKey);
+    if (!bias.is_valid()) return kError;
+    const nb::object sinks = part_of(a[7], kArrayKey);
+    if (!sinks.is_valid()) return kError;
+    return find({a[9], signature.ptr(), a[5], a[6], a[8], a[10], a[11], a[12], bias.ptr(),
+                 sinks.ptr(), Py_None, Py_None, Py_None, here_[kAttention]},
+                around, a, found);
+  }
+
+  // query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+  Outcome find_sdpa(Arguments a, Found& found) {
+    Around around;
+    if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
+    const nb::object array = part_of(a[3], kArrayKey);
+    if (!array.is_valid()) return kError;
+    return find({here_[kBnth], array.ptr(), a[6], Py_None, a[4], Py_False, Py_None, Py_None,
+                 Py_None, Py_None, Py_None, a[5], a[7], here_[kSdpa]},
+                around, a, found);
+  }
+
+  // query, key_pages, value_pages, block_table, lengths, mask, scale, softcap, sinks, layout,
+  // return_lse, backend
+  Outcome find_paged(Arguments a, Found& found) {
+    Around around;
+    if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
+    const nb::object signature = signature_of(a[5]);
+    if (!signature.is_valid()) return kError;
+    const nb::object sinks = part_of(a[8], kArrayKey);
+    if (!sinks.is_valid()) return kError;
+    const nb::object table = part_of(a[3], kArrayKey);
+    if (!table.is_valid()) return kError;
+    const nb::object lengths = part_of(a[4], kArrayKey);
+    if (!lengths.is_valid()) return kError;
+    const nb::object pages = nb::steal(PyTuple_Pack(2, table.ptr(), lengths.ptr()));
+    if (!pages.is_valid()) return kError;
+    const nb::object zero = nb::steal(PyFloat_FromDouble(0.0));
+    if (!zero.is_valid()) return kError;
+    return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None,
+                 sinks.ptr(), pages.ptr(), Py_None, Py_None, here_[kPaged]},
+                around, a, found);
+  }
+
+  // What is given where no kernel is called.
+  PyObject* left(Outcome outcome) {
+    if (outcome == kError) {
+      if (!PyErr_ExceptionMatches(here_[kStrange])) return nullptr;
+      PyErr_Clear();
+    }
+    return Py_NewRef(here_[kMissed]);
+  }
+
+  // Nothing but tensors and a layout: each option is what it is where it is not given.
+  static bool is_plainest(Arguments a) {
+    return a[3] == Py_None && a[4] == Py_None && a[5] == Py_None && a[6] == Py_None &&
+           a[7] == Py_None && a[11] == Py_None && a[12] == Py_None && a[10] == Py_False &&
+           PyFloat_CheckExact(a[8]) && PyFloat_AS_DOUBLE(a[8]) == 0.0 && PyUnicode_CheckExact(a[9]);
+  }
+
+  Outcome find_plain(Arguments a, Found& found) {
+    PyObject* const known = PyDict_GetItemWithError(here_[kPlain], a[9]);
+    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+    const nb::object held = nb::borrow(known);
+    if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 6) return kNo;
+    const Outcome determined = here_.asked(kDetermined);
+    if (determined == kError) return kError;
+    if ((determined == kYes ? Py_True : Py_False) != PyTuple_GET_ITEM(known, 3)) return kNo;
+    PyObject* const environ = here_.environment();
+    if (environ == nullptr) return kError;
+    if (environ != PyTuple_GET_ITEM(known, 4)) return kNo;
+    bool on[4];
+    if (!here_.read_switches(on)) return kError;
+    if (!(on[0] && on[1] && on[2] && on[3])) return kNo;
+    const Outcome same = choose(known, a, found);
+    if (same != kNo) return same;
+    PyObject* const others = PyTuple_GET_ITEM(known, 5);
+    for (Py_ssize_t i = 0; PyTuple_Check(others) && i < PyTuple_GET_SIZE(others); ++i) {
+      PyObject* const other = PyTuple_GET_ITEM(others, i);
+      if (!PyTuple_Check(other) || PyTuple_GET_SIZE(other) < 3) return kNo;
+      if (const Outcome same = choose(other, a, found); same != kNo) return same;
+    }
+    return kNo;
+  }
+
+  // Takes one of (check, run, operator, ...) if its check holds.
+  Outcome choose(PyObject* entry, Arguments a, Found& found) {
+    const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
+    if (same != kYes) return same;
+    found.is_operator = PyTuple_GET_ITEM(entry, 2) != Py_None;
+    if (found.is_operator && !pack(a, found)) return kError;
+    found.run = nb::borrow(PyTuple_GET_ITEM(entry, found.is_operator ? 2 : 1));
+    return kYes;
+  }
+
+  static Outcome check(PyObject* function, Arguments a, Found& found) {
+    if (!PyCFunction_CheckExact(function) || PyCFunction_GET_FLAGS(function) != METH_VARARGS) {
+      return truth(PyObject_Vectorcall(function, a, 3, nullptr));
+    }
+    if (!pack(a, found)) return kError;
+    return truth(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function),
+                                                    found.tensors.ptr()));
+  }
+
+  static bool pack(Arguments a, Found& found) {
+    if (!found.tensors.is_valid()) found.tensors = nb::steal(PyTuple_Pack(3, a[0], a[1], a[2]));
+    return found.tensors.is_valid();
+  }
+
+  Outcome find(const Key& of, const Around& around, Arguments a, Found& found) {
+    const Outcome determined = here_.asked(kDetermined);
+    const nb::object switches = determined == kError ? nb::object() : here_.switches_key();
+    PyObject* const environ = switches.is_valid() ? here_.environment() : nullptr;
+    if (environ == nullptr) return kError;
+    PyObject* const fields[kFieldCount] = {
+        of.layout, of.mask, of.scale, of.softcap, of.dropout_p, of.return_lse, of.deterministic,
+        of.backend, Py_None, determined == kYes ? Py_True : Py_False, switches.ptr(), environ,
+        of.bias, of.sinks, Py_None, Py_None, of.pages, of.causal, of.gqa, of.door, Py_None};
+    Recent& recent = recent_[place_of(fields)];
+    nb::object row = recent.row;  // owned here: what follows may change the table
+    if (!row.is_valid() || !is_same(recent.key.ptr(), fields, around)) {
+      const nb::object key = built(fields, around);
+      if (!key.is_valid()) return kError;
+      PyObject* const known = PyDict_GetItemWithError(here_[kRows], key.ptr());
+      if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+      row = nb::borrow(known);
+      if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3) return kNo;
+      const Recent before = recent;  // whose end may run other code: after both are set
+      recent = {key, row};
+    }
+    const Outcome newest = check(PyTuple_GET_ITEM(row.ptr(), 0), a, found);
+    if (newest == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(row.ptr(), 1));
+    if (newest != kNo) return newest;
+    return find_by_shapes(PyTuple_GET_ITEM(row.ptr(), 2), a, found);
+  }
+
+  static std::size_t place_of(PyObject* const* fields) {
+    std::size_t mixed = 0;
+    for (const int i : {0, 1, 5, 19}) mixed = mixed * 31 + reinterpret_cast<std::size_t>(fields[i]) / 16;
+    return mixed % kRecent;
+  }
+
+  // Whether a key holds the very objects of a call, or the same numbers: then it equals its key.
+  static bool is_same(PyObject* key, PyObject* const* fields, const Around& around) {
+    for (int i = 0; i < kFieldCount; ++i) {
+      PyObject* const known = PyTuple_GET_ITEM(key, i);
+      if (i == kAround) {
+        if (around.is_nothing() != (known == Py_None)) return false;
+        if (known == Py_None) continue;
+        const nb::object* const parts[] = {&around.scope, &around.traced, &around.module};
+        for (int j = 0; j < 3; ++j) {
+          if (PyTuple_GET_ITEM(known, j) != parts[j]->ptr()) return false;
+        }
+      } else if (known != fields[i]) {
+        if (!PyFloat_CheckExact(known) || !PyFloat_CheckExact(fields[i])) return false;
+        if (PyFloat_AS_DOUBLE(known) != PyFloat_AS_DOUBLE(fields[i])) return false;
+      }
+    }
+    return true;
+  }
+
+  Outcome find_by_shapes(PyObject* by_shapes, Arguments a, Found& found) {
+    if (!PyDict_Check(by_shapes)) return kNo;
+    const nb::object shapes = nb::steal(PyTuple_New(3));
+    if (!shapes.is_valid()) return kError;
+    for (int i = 0; i < 3; ++i) {
+      PyObject* const shape = PyObject_GetAttr(a[i], names().shape);
+      if (shape == nullptr) return kError;
+      PyTuple_SET_ITEM(shapes.ptr(), i, shape);
+    }
+    PyObject* const known = PyDict_GetItemWithError(by_shapes, shapes.ptr());
+    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+    const nb::object alike = nb::borrow(known);
+    for (Py_ssize_t i = 0; PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i) {
+      PyObject* const entry = PyTuple_GET_ITEM(known, i);
+      if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 2) return kNo;
+      const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
+      if (same == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(entry, 1));
+      if (same != kNo) return same;
+    }
+    return kNo;
+  }
+
+  // A tuple that equals the polyattn.torch.cache.Key of the call, and has its hash.
+  static nb::object built(PyObject* const* fields, const Around& around) {
+    const nb::object key = nb::steal(PyTuple_New(kFieldCount));
+    if (!key.is_valid()) return key;
+    for (int i = 0; i < kFieldCount; ++i) PyTuple_SET_ITEM(key.ptr(), i, Py_NewRef(fields[i]));
+    if (around.is_nothing()) return key;
+    PyObject* const asked =
+        PyTuple_Pack(3, around.scope.ptr(), around.traced.ptr(), around.module.ptr());
+    if (asked == nullptr) return nb::object();
+    Py_DECREF(Py_None);
+    PyTuple_SET_ITEM(key.ptr(), kAround, asked);
+    return key;
+  }
+
+  // What a choice rests on of an array or a bias that is no input.
+  nb::object part_of(PyObject* array, Part function) {
+    if (array == Py_None) return none();
+    return nb::steal(PyObject_CallOneArg(here_[function], array));
+  }
+
+  // The signature of a mask, that of the last mask without arrays being kept: such a mask never
+  // changes, and while it is kept no other can take its place.
+  nb::object signature_of(PyObject* mask) {
+    if (mask == Py_None) return none();
+    if (mask == mask_.ptr()) return signature_;
+    nb::object found = nb::steal(PyObject_GetAttr(mask, names().signature));
+    if (found.is_valid() && is_static(mask, 0)) {
+      const nb::object before = mask_;  // whose end may run other code: after both are set
+      mask_ = nb::borrow(mask);
+      signature_ = found;
+    }
+    return found;
+  }
+
+  bool is_static(PyObject* mask, int depth) {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(mask));
+    if (is_one_of(type, here_[kStatic])) return true;
+    if (depth > 4 || !is_one_of(type, here_[kJoined])) return false;
+    const nb::object members = nb::steal(PyObject_GetAttr(mask, names().members));
+    if (!members.is_valid()) PyErr_Clear();
+    if (!members.is_valid() || !PyTuple_Check(members.ptr())) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(members.ptr()); ++i) {
+      if (!is_static(PyTuple_GET_ITEM(members.ptr(), i), depth + 1)) return false;
+    }
+    return true;
+  }
+
+  static bool is_one_of(PyObject* type, PyObject* types) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
+      if (type == PyTuple_GET_ITEM(types, i)) return true;
+    }
+    return false;
+  }
+
+  static PyObject* first_of(PyObject* several) {
+    if (several == nullptr) return nullptr;
+    PyObject* const first = PyTuple_Check(several) && PyTuple_GET_SIZE(several) > 0
+                                ? Py_NewRef(PyTuple_GET_ITEM(several, 0))
+                                : PySequence_GetItem(several, 0);
+    Py_DECREF(several);
+    return first;
+  }
+
+  static constexpr std::size_t kRecent = 16;
+
+  Surroundings here_;
+  Recent recent_[kRecent];
+  nb::object mask_, signature_;
+};
+
+}  // namespace polyattn

@@ -1,0 +1,209 @@
+// What a call's short way asks of its surroundings: scopes, recorders, torch's switches, the
+// environment. A part of door.cpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace polyattn {
+
+namespace nb = nanobind;
+
+// What Python hands over, in this order; see polyattn/torch/short.py.
+enum Part : int {
+  kMissed,        // what is given where Python has to look
+  kStrange,       // the errors that mean just that, while a call is looked up
+  kTensor,        // the two types of tensors that the table holds
+  kParameter,
+  kNested,        // the descriptor of their attribute is_nested
+  kRows,          // of the table: by key (check, run, by_shapes), where by_shapes gives entries
+  kPlain,         // of the table: by layout (check, run, operator, determined, environ, others)
+  kState,
+  kLocal,
+  kScope,         // context variables
+  kRecording,
+  kDetermined,    // functions of torch without arguments
+  kFlash,         // from here on its switches
+  kEfficient,
+  kMath,
+  kCudnn,
+  kGrad,
+  kForwardGrad,
+  kInference,
+  kGraphTask,
+  kHooks,         // ... and one with an argument
+  kEnviron,       // the dictionary of the environment, and the key of POLYATTN_BACKEND
+  kBackend,
+  kArrayKey,      // functions: of arrays and biases, what a choice rests on
+  kBiasKey,
+  kStatic,        // classes of masks without arrays
+  kJoined,        // classes of masks with members
+  kAttention,     // texts
+  kSdpa,
+  kPaged,
+  kBnth,
+  kParts
+};
+
+struct Names {
+  PyObject* armed = PyUnicode_InternFromString("armed");
+  PyObject* members = PyUnicode_InternFromString("members");
+  PyObject* module = PyUnicode_InternFromString("module");
+  PyObject* signature = PyUnicode_InternFromString("signature");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* traced = PyUnicode_InternFromString("traced");
+};
+
+inline const Names& names() {
+  static const Names made;
+  return made;
+}
+
+using Arguments = PyObject* const*;
+
+// kError: a Python error is set.
+enum Outcome : int { kError = -1, kNo = 0, kYes = 1 };
+
+inline Outcome outcome(int value) { return value < 0 ? kError : value == 0 ? kNo : kYes; }
+
+inline Outcome truth(PyObject* owned) {
+  if (owned == nullptr) return kError;
+  const Outcome found = owned == Py_True    ? kYes
+                        : owned == Py_False ? kNo
+                                            : outcome(PyObject_IsTrue(owned));
+  Py_DECREF(owned);
+  return found;
+}
+
+inline nb::object none() { return nb::borrow(Py_None); }
+
+// A function without arguments. Those of extensions are called with nothing in between.
+class Function {
+ public:
+  Function() = default;
+  explicit Function(PyObject* object) : object_(object) {
+    if (PyCFunction_CheckExact(object) && PyCFunction_GET_FLAGS(object) == METH_NOARGS) {
+      direct_ = PyCFunction_GET_FUNCTION(object);
+      self_ = PyCFunction_GET_SELF(object);
+    }
+  }
+
+  PyObject* operator()() const {
+    return direct_ != nullptr ? direct_(self_, nullptr) : PyObject_CallNoArgs(object_);
+  }
+
+ private:
+  PyObject* object_ = nullptr;
+  PyCFunction direct_ = nullptr;
+  PyObject* self_ = nullptr;
+};
+
+// What is in force around a call: three objects, or nothing.
+struct Around {
+  nb::object scope, traced, module;
+
+  bool is_nothing() const { return !scope.is_valid(); }
+};
+
+class Surroundings {
+ public:
+  // `parts`: a tuple in the order of Part.
+  explicit Surroundings(PyObject* parts) : owner_(nb::borrow(parts)) {
+    for (int i = 0; i < kParts; ++i) part_[i] = PyTuple_GET_ITEM(parts, i);
+    for (int i = kDetermined; i <= kGraphTask; ++i) function_[i] = Function(part_[i]);
+    nested_ = reinterpret_cast<PyGetSetDescrObject*>(part_[kNested])->d_getset;
+  }
+
+  PyObject* owner() const { return owner_.ptr(); }
+  PyObject* operator[](Part part) const { return part_[part]; }
+
+  // Whether these are tensors that the table may hold, and nobody watches; sets `around`.
+  Outcome is_taken(Arguments a, Around& around) const {
+    for (int i = 0; i < 3; ++i) {
+      PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(a[i]));
+      if (type != part_[kTensor] && type != part_[kParameter]) return kNo;
+      // the check of tensors would end the process with a nested one
+      const Outcome nested = truth(nested_->get(a[i], nested_->closure));
+      if (nested != kNo) return nested == kError ? kError : kNo;
+    }
+    const Outcome armed = truth(PyObject_GetAttr(part_[kState], names().armed));
+    if (armed != kYes) return armed == kError ? kError : kYes;
+    const Outcome watched = is_watched();
+    if (watched != kNo) return watched == kError ? kError : kNo;
+    return look_around(around);
+  }
+
+  Outcome asked(Part function) const { return truth(function_[function]()); }
+
+  bool read_switches(bool (&on)[4]) const {
+    for (int i = 0; i < 4; ++i) {
+      const Outcome found = asked(static_cast<Part>(kFlash + i));
+      if (found == kError) return false;
+      on[i] = found == kYes;
+    }
+    return true;
+  }
+
+  // None where all are on.
+  nb::object switches_key() const {
+    bool on[4];
+    if (!read_switches(on)) return nb::object();
+    if (on[0] && on[1] && on[2] && on[3]) return none();
+    const auto flag = [&](int i) { return on[i] ? Py_True : Py_False; };
+    return nb::steal(PyTuple_Pack(4, flag(0), flag(1), flag(2), flag(3)));
+  }
+
+  // POLYATTN_BACKEND as the environment holds it, borrowed; nullptr: an error is set.
+  PyObject* environment() const {
+    PyObject* const found = PyDict_GetItemWithError(part_[kEnviron], part_[kBackend]);
+    return found != nullptr || PyErr_Occurred() != nullptr ? found : Py_None;
+  }
+
+ private:
+  Outcome look_around(Around& around) const {
+    PyObject* value = nullptr;
+    if (PyContextVar_Get(part_[kScope], nullptr, &value) < 0) return kError;
+    nb::object scope = nb::steal(value);
+    const Outcome scoped = value == nullptr ? kNo : outcome(PyObject_IsTrue(value));
+    if (scoped == kError) return kError;
+    if (scoped == kNo) scope = none();
+    const nb::object traced = nb::steal(PyObject_GetAttr(part_[kLocal], names().traced));
+    if (!traced.is_valid()) return kError;
+    const nb::object module = nb::steal(PyObject_GetAttr(part_[kLocal], names().module));
+    if (!module.is_valid()) return kError;
+    if (scope.is_none() && traced.is_none() && module.is_none()) return kYes;
+    around = {scope, traced, module};
+    return kYes;
+  }
+
+  // Whether a recorder or a checkpointed region wants to know of this call; see recompute.py.
+  Outcome is_watched() const {
+    PyObject* value = nullptr;
+    if (PyContextVar_Get(part_[kRecording], nullptr, &value) < 0) return kError;
+    if (value != nullptr) {
+      if (const Outcome recorded = truth(value); recorded != kNo) return recorded;
+    }
+    const Outcome grad = asked(kGrad);
+    if (grad == kError) return kError;
+    if (grad == kNo) {
+      if (const Outcome forward = asked(kForwardGrad); forward != kNo) {
+        return forward == kError ? kError : kNo;
+      }
+      const Outcome inference = asked(kInference);
+      return inference == kError ? kError : inference == kYes ? kNo : kYes;
+    }
+    const nb::object task = nb::steal(function_[kGraphTask]());
+    if (!task.is_valid()) return kError;
+    const long number = PyLong_AsLong(task.ptr());
+    if (number != -1) return kYes;
+    if (PyErr_Occurred() != nullptr) return kError;
+    const nb::object hooks = nb::steal(PyObject_CallOneArg(part_[kHooks], Py_False));
+    return !hooks.is_valid() ? kError : hooks.is_none() ? kNo : kYes;
+  }
+
+  nb::object owner_;  // of what part_ points to
+  PyObject* part_[kParts];
+  Function function_[kParts];
+  PyGetSetDef* nested_;
+};
+
+}  // namespace polyattn

@@ -1,0 +1,164 @@
+"""The short way of a call: from its arguments to the kernel that an earlier one has prepared.
+
+One small key of options and a compiled check of the three tensors (their types, dtypes, devices,
+shapes, strides, gradients, dispatch state), then the kernel. Each function runs its call, or gives
+:data:`MISSED` without having called a kernel: then the call is of a new class, or a wrong one, or
+somebody watches it, all of which `polyattn.torch.dispatch` is for.
+
+The functions here say what that is. Where the native extension is built, its class ``Door``
+(native/src/door.cpp) does the same, in a third of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from polyattn import scopes, settings
+from polyattn.errors import MissingDependency
+from polyattn.masks import And, Causal, Full, Or, Window
+from polyattn.native.module import load
+from polyattn.torch import recompute
+from polyattn.torch.cache import (
+    PLAIN,
+    STRANGE,
+    SWITCHES,
+    Key,
+    around,
+    array_key,
+    bias_key,
+    determined,
+    switches,
+    table,
+)
+
+__all__ = ["MISSED", "attention", "in_python", "native", "paged", "sdpa"]
+
+MISSED: Any = type("Missed", (), {"__repr__": lambda self: "MISSED"})()
+"""What is given where the call has to go the long way."""
+
+_rows, _plain = table.rows, table.plain
+_state, _local = scopes.state, scopes.local
+_scope, _recorders = scopes.scope.get, scopes.recording.get
+_environ, _BACKEND = settings.raw, settings.BACKEND
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
+    dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
+) -> Any:  # fmt: skip
+    operator = run = None
+    options = (
+        mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse, deterministic, backend,
+    )  # fmt: skip
+    try:
+        if not _is_taken(q, k, v):
+            return MISSED
+        if (
+            mask is None and bias is None and scale is None and softcap is None and sinks is None
+            and deterministic is None and backend is None and return_lse is False
+            and type(dropout_p) is float and dropout_p == 0.0 and around() is None
+        ):  # fmt: skip
+            run, operator = _plainest(q, k, v, layout)
+        if run is None:
+            run = _found(Key.of(*options), q, k, v)
+    except STRANGE:
+        return MISSED
+    if operator is not None:
+        return operator(q, k, v)[0]
+    return MISSED if run is None else run(q, k, v, mask, bias, sinks)
+
+
+def _sdpa(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+) -> Any:
+    try:
+        if not _is_taken(q, k, v):
+            return MISSED
+        run = _found(Key.of_sdpa(attn_mask, dropout_p, is_causal, scale, gqa), q, k, v)
+    except STRANGE:
+        return MISSED
+    return MISSED if run is None else run(q, k, v, attn_mask)
+
+
+def _paged(
+    q: Any, k: Any, v: Any, block_table: Any, lengths: Any, mask: Any, scale: Any, softcap: Any,
+    sinks: Any, layout: Any, return_lse: Any, backend: Any,
+) -> Any:  # fmt: skip
+    options = mask, scale, softcap, sinks, layout, return_lse, backend
+    try:
+        if not _is_taken(q, k, v):
+            return MISSED
+        run = _found(Key.of_paged(block_table, lengths, *options), q, k, v)
+    except STRANGE:
+        return MISSED
+    return MISSED if run is None else run(q, k, v, mask, None, sinks, block_table, lengths)
+
+
+def _is_taken(q: Any, k: Any, v: Any) -> bool:
+    """Say whether the table may hold a call of these, and nobody watches it."""
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        return False
+    if q.is_nested or k.is_nested or v.is_nested:  # with which no check can be asked
+        return False
+    return not (_state.armed and (bool(_recorders(None)) or recompute.is_possible()))
+
+
+def _plainest(q: Any, k: Any, v: Any, layout: Any) -> tuple[Any, Any]:
+    """Return what runs a call of which nothing is asked, and the operator that this is."""
+    known = _plain.get(layout)
+    if known is None or known[3] is not determined() or known[4] is not _environ(_BACKEND):
+        return None, None
+    if switches() is not None:
+        return None, None
+    return next((o[1:3] for o in (known, *known[5]) if o[0](q, k, v)), (None, None))
+
+
+def _found(key: Key, q: Any, k: Any, v: Any) -> Any:
+    """Return what runs a call of this key, or None."""
+    row = _rows.get(key)
+    if row is None:
+        return None
+    check, run, by_shapes = row
+    if check(q, k, v):
+        return run
+    alike = by_shapes.get((q.shape, k.shape, v.shape), ())
+    return next((entry.run for entry in alike if entry.check(q, k, v)), None)
+
+
+in_python = SimpleNamespace(attention=_attention, sdpa=_sdpa, paged=_paged)
+"""The three functions as they are written here."""
+
+
+def _in_native() -> Any:
+    """Return the three functions of the extension, or None where it is not built."""
+    environ = getattr(_environ, "__self__", None)
+    try:
+        door = load().Door
+    except (MissingDependency, AttributeError):  # none, or one of older sources
+        return None
+    parts = (
+        MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
+        scopes.scope, scopes.recording, determined, *SWITCHES, *recompute.ASKED, environ,
+        _BACKEND, array_key, bias_key, (Causal, Full, Window), (And, Or), "attention", "sdpa",
+        "paged", "BNTH",
+    )  # fmt: skip
+    try:
+        made = door(parts, Key._fields)
+    except ValueError:  # sources that build other keys, or another Python's environment
+        return None
+    table.changed = made.forget
+    return made
+
+
+native = _in_native()
+"""The three functions of the native extension; None where it is not built."""
+
+_best = in_python if native is None else native
+attention: Callable[..., Any] = _best.attention
+sdpa: Callable[..., Any] = _best.sdpa
+paged: Callable[..., Any] = _best.paged

@@ -1,0 +1,185 @@
+"""The short way in the native module does what the one in Python does."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from polyattn import Causal, PolyattnError, Window, record_selections, scopes, use_backend
+from polyattn.torch import attention, paged_attention, short
+from polyattn.torch import scaled_dot_product_attention as sdpa
+from polyattn.torch.cache import Row, table
+from tests.torch.random_calls import draw
+
+pytestmark = pytest.mark.skipif(short.native is None, reason="the extension is not built")
+
+DEFAULTS = {
+    "mask": None, "bias": None, "scale": None, "softcap": None, "sinks": None, "dropout_p": 0.0,
+    "layout": "BTNH", "return_lse": False, "deterministic": None, "backend": None,
+}  # fmt: skip
+
+
+def outcome(function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is b or bool(a == b)
+
+
+def both(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Go both short ways; return what they give, which is the same."""
+    arguments = q, k, v, *{**DEFAULTS, **options}.values()
+    mine = outcome(short.in_python.attention, *arguments)
+    theirs = outcome(short.native.attention, *arguments)
+    assert same(mine, theirs), (mine, theirs)
+    return theirs
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+AROUND = {
+    "nothing": nullcontext, "scope": lambda: use_backend("sdpa_math"),
+    "never": lambda: use_backend(never="sdpa_flash"), "recorder": record_selections,
+    "switches": lambda: sdpa_kernel(SDPBackend.MATH), "determined": deterministic,
+    "no grad": torch.no_grad, "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_calls_of_any_kind(around: str) -> None:
+    found = 0
+    rng = random.Random(7)
+    torch.manual_seed(7)
+    for call in (draw(rng) for _ in range(60)):
+        with AROUND[around]():
+            for _ in range(2):
+                try:
+                    attention(call.q, call.k, call.v, **call.options)
+                except PolyattnError:
+                    break
+            if call.options.get("dropout_p"):
+                continue
+            found += both(call.q, call.k, call.v, **call.options) is not short.MISSED
+    assert (found == 0) == (around in ("recorder", "autocast"))
+
+
+def test_a_scope_a_switch_and_the_environment_change_the_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    for _ in range(3):
+        attention(q, k, v)
+    assert both(q, k, v) is not short.MISSED
+    with use_backend("sdpa_math"):
+        assert both(q, k, v) is short.MISSED
+    with sdpa_kernel(SDPBackend.MATH):
+        assert both(q, k, v) is short.MISSED
+    monkeypatch.setenv("POLYATTN_BACKEND", "sdpa_math")
+    assert both(q, k, v) is short.MISSED
+    monkeypatch.undo()
+    assert both(q, k, v) is not short.MISSED
+    scopes.invalidate()
+    assert both(q, k, v) is short.MISSED
+
+
+def test_what_is_no_call_is_left_alone() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    nested = torch.nested.nested_tensor([torch.randn(3, 2), torch.randn(4, 2)])
+    for _ in range(2):
+        attention(q, q, q)
+    for x in (nested, None, 3, torch.randn(1, 4, 2, 8).to_sparse()):
+        assert both(q, q, x) is short.MISSED
+    for options in ({"mask": q}, {"mask": []}, {"layout": []}, {"backend": {}}, {"scale": q}):
+        assert both(q, q, q, **options) is short.MISSED
+    with pytest.raises(TypeError, match="got 1 arguments, expected 13"):
+        short.native.attention(q)
+
+
+def test_masks_share_an_entry_where_they_are_equal() -> None:
+    q, k, v = (torch.randn(1, 8, 2, 8) for _ in range(3))
+    for mask in (Causal(), Causal() & Window(left=2)):
+        for _ in range(3):
+            attention(q, k, v, mask=mask)
+        assert both(q, k, v, mask=mask) is not short.MISSED
+    assert both(q, k, v, mask=Causal() & Window(left=2)) is not short.MISSED
+    assert both(q, k, v, mask=Causal() & Window(left=3)) is short.MISSED
+
+
+def test_errors_of_kernels_reach_the_caller_and_nothing_runs_twice() -> None:
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    for _ in range(3):
+        attention(q, k, v, scale=0.5)
+    key = next(key for key in table.rows if key.scale == 0.5)
+    row, ran = table.rows[key], []
+
+    def fails(*arguments: Any) -> None:
+        ran.append(arguments)
+        scopes.invalidate()  # the entry is gone while it runs
+        gc.collect()
+        raise LookupError("of the kernel")
+
+    for way in (short.in_python, short.native):
+        table.rows[key] = Row(row.check, fails, {})
+        table.changed()
+        with pytest.raises(LookupError, match="of the kernel"):
+            way.attention(q, k, v, *{**DEFAULTS, "scale": 0.5}.values())
+    assert len(ran) == 2 and ran[0][3:] == ran[1][3:] == (None, None, None)
+
+
+def test_references_are_given_back() -> None:
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    mask, scale = Causal(), float("0.25")
+    for _ in range(3):
+        attention(q, k, v, mask=mask, scale=scale)
+    held = [q, k, v, mask, scale, short.MISSED]
+    run = lambda options: short.native.attention(q, k, v, *{**DEFAULTS, **options}.values())  # noqa: E731
+    both_kinds = {"mask": mask, "scale": scale}, {"mask": mask, "scale": 0.75}
+    for options in both_kinds:
+        run(options)
+    before = [sys.getrefcount(x) for x in held]
+    for options in both_kinds:
+        for _ in range(100):
+            run(options)
+    assert [sys.getrefcount(x) for x in held] == before
+
+
+def test_the_drop_in_and_pages() -> None:
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    for _ in range(3):
+        sdpa(q, k, v, is_causal=True)
+    for causal in (True, False):
+        arguments = q, k, v, None, 0.0, causal, None, False
+        mine, theirs = short.in_python.sdpa(*arguments), short.native.sdpa(*arguments)
+        assert same(mine, theirs) and (theirs is short.MISSED) != causal
+    pages, query = torch.randn(8, 16, 2, 32), torch.randn(2, 1, 4, 32)
+    where = torch.tensor([[5, 0], [3, 7]]), torch.tensor([20, 3])
+    for _ in range(3):
+        paged_attention(query, pages, pages, *where)
+    for mask in (Causal(), None):
+        arguments = query, pages, pages, *where, mask, None, None, None, "BTNH", False, None
+        mine, theirs = short.in_python.paged(*arguments), short.native.paged(*arguments)
+        assert same(mine, theirs) and (theirs is short.MISSED) == (mask is None)
