@@ -95,7 +95,7 @@ def test_plans_of_compiled_code_end_with_their_epoch() -> None:
             compiled(x, x, x)
         assert len(traced._plans) <= 4  # of this epoch and of the last
         scopes.invalidate()
-    assert not traced._numbers
+    assert not traced._names
 
 
 def test_compiled_code_records_after_the_epoch_has_ended() -> None:
