@@ -27,8 +27,8 @@ STANDARD = frozenset({
 PENDING = frozenset(
     f"src/polyattn/{name}.py"
     for name in (
-        "requests", "declared/torch_backends", "integrations/sdpa_patch",
-        "torch/api", "torch/cache", "torch/dropin", "torch/recompute", "torch/traced",
+        "integrations/sdpa_patch",
+        "torch/api", "torch/cache", "torch/dropin", "torch/traced",
     )
 )  # fmt: skip
 

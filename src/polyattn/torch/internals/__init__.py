@@ -15,7 +15,7 @@ The getters and setters behind knobs are in `polyattn.torch.internals.switches`.
 from __future__ import annotations
 
 from polyattn.torch.internals.checkpoints import (
-    checkpointed_region,
+    checkpointed_regions,
 )
 from polyattn.torch.internals.compiling import (
     DYNAMO_CONFIG,
@@ -75,6 +75,7 @@ from polyattn.torch.internals.operators import (
     flash_operator_for_cpu,
     is_allowed,
     math_attention,
+    missing_operator,
     replace_operator,
     torch_sdpa,
 )
@@ -96,6 +97,7 @@ from polyattn.torch.internals.state import (
     is_grad_enabled,
     is_watched,
     is_wrapped_by_transform,
+    may_be_in_backward,
     may_be_traced_before_autograd,
     queue_callback,
     saved_tensor_hooks,
@@ -122,7 +124,7 @@ __all__ = [
     "cache_entries",
     "call_code",
     "can_use",
-    "checkpointed_region",
+    "checkpointed_regions",
     "children_of",
     "compiled_frames",
     "compiles_calls",
@@ -160,6 +162,8 @@ __all__ = [
     "mark_any_length",
     "mark_constant",
     "math_attention",
+    "missing_operator",
+    "may_be_in_backward",
     "may_be_traced_before_autograd",
     "may_carry_tangents",
     "order_effects",

@@ -28,6 +28,7 @@ __all__ = [
     "is_grad_enabled",
     "is_watched",
     "is_wrapped_by_transform",
+    "may_be_in_backward",
     "may_be_traced_before_autograd",
     "queue_callback",
     "saved_tensor_hooks",
@@ -41,6 +42,13 @@ current_graph_task: Callable[[], int] = private(
     "what runs inside a backward pass cannot be told; recomputation and traces refuse",
 )
 """The number of the backward pass that runs in this thread, -1 outside of one."""
+
+may_be_in_backward: Callable[[], int] = private(
+    "torch._C._current_graph_task_id",
+    "what runs inside a backward pass cannot be told; recomputation and traces refuse",
+    lambda: 0,
+)
+"""The same, but 0 where that cannot be told."""
 
 is_deterministic: Callable[[], bool] = private(
     "torch._C._get_deterministic_algorithms",
