@@ -79,7 +79,7 @@ def nested(
     """Encode a scope within `outer`: its own allow-list if it has one, all "never"s together.
 
     A backend that the inner scope names is not held back by an outer "never": the more specific
-    wish wins.
+    wish wins. A pure function of constants: polyattn.torch tells compilers so.
     """
     inner = Request.make(names, never, on_unsupported)
     around = Request.decode(outer or "")
@@ -89,9 +89,6 @@ def nested(
         tuple(dict.fromkeys([*barred, *inner.never])),
         inner.on_unsupported or around.on_unsupported,
     ).encode()
-
-
-nested._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a pure function of constants
 
 
 class use_backend:

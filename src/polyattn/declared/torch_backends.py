@@ -38,9 +38,7 @@ def declare(registry: Registry) -> None:
     registry.group("torch_sdpa", sdpa, framework="torch")
 
 
-def _torch_probe(
-    cuda_only: bool = False, needs: Callable[[Any], str | None] | None = None
-) -> Probe:
+def _torch_probe(cuda_only: bool = False, needs: Callable[[], str | None] | None = None) -> Probe:
     if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
         return Missing("torch is not installed", "pip install 'polyattn[torch]'")
     torch = importlib.import_module("torch")
@@ -51,14 +49,16 @@ def _torch_probe(
             return Missing("this torch is a CPU build", "install a CUDA build of torch")
         if not devices:
             return Missing("torch sees no CUDA device", "run where there is an NVIDIA GPU")
-    if needs is not None and (lack := needs(torch)) is not None:
+    if needs is not None and (lack := needs()) is not None:
         return Missing(lack, "pip install --upgrade torch")
     return Available(f"torch {torch.__version__}", devices=frozenset(devices))
 
 
-def _aten(name: str) -> Callable[[Any], str | None]:
-    def lack(torch: Any) -> str | None:
-        return None if hasattr(torch.ops.aten, name) else f"torch has no aten::{name}"
+def _operator_of(backend: str) -> Callable[[], str | None]:
+    def lack() -> str | None:
+        internals = importlib.import_module("polyattn.torch.internals")
+        name = internals.missing_operator(backend)
+        return None if name is None else f"torch has no {name}"
 
     return lack
 
@@ -83,7 +83,7 @@ def _flash() -> Backend:
     )  # fmt: skip
     return Backend(
         "sdpa_flash", "torch", (cpu, cuda),
-        functools.partial(_torch_probe, needs=_aten("_scaled_dot_product_flash_attention")),
+        functools.partial(_torch_probe, needs=_operator_of("sdpa_flash")),
         _loader("sdpa", "load_flash"), _flash_extra, "torch",
         "torch's flash kernels: CPU, and FlashAttention 2 on CUDA",
         _fold_choices,
@@ -117,7 +117,7 @@ def _efficient() -> Backend:
     return Backend(
         "sdpa_efficient", "torch", cuda,
         functools.partial(
-            _torch_probe, cuda_only=True, needs=_aten("_scaled_dot_product_efficient_attention")
+            _torch_probe, cuda_only=True, needs=_operator_of("sdpa_efficient")
         ),
         _loader("sdpa", "load_efficient"), _efficient_extra, "torch",
         "torch's memory-efficient kernel (CUTLASS), CUDA only",
@@ -152,7 +152,7 @@ def _cudnn() -> Backend:
     return Backend(
         "sdpa_cudnn", "torch", cuda,
         functools.partial(
-            _torch_probe, cuda_only=True, needs=_aten("_scaled_dot_product_cudnn_attention")
+            _torch_probe, cuda_only=True, needs=_operator_of("sdpa_cudnn")
         ),
         _loader("sdpa", "load_cudnn"), _cudnn_extra, "torch", "cuDNN's fused attention, CUDA only",
     )  # fmt: skip
@@ -177,7 +177,7 @@ def _math() -> Backend:
     )  # fmt: skip
     return Backend(
         "sdpa_math", "torch", anywhere,
-        functools.partial(_torch_probe, needs=_aten("_scaled_dot_product_attention_math")),
+        functools.partial(_torch_probe, needs=_operator_of("sdpa_math")),
         _loader("sdpa", "load_math"), None, "torch",
         "torch's unfused path: matmul, softmax, matmul; materialises the scores",
     )  # fmt: skip
@@ -254,7 +254,7 @@ def _flex_choices(p: Problem) -> list[dict[str, bool]]:
     return [] if p.device == "cpu" and unfused else [{"compile": True}, {"compile": False}]
 
 
-def _has_flex(torch: Any) -> str | None:
+def _has_flex() -> str | None:
     found = importlib.util.find_spec("torch.nn.attention.flex_attention")
     return None if found else "torch has no torch.nn.attention.flex_attention"
 

@@ -23,7 +23,8 @@ if importlib.util.find_spec("torch") is None:
 
 import torch.compiler
 
-from polyattn import scopes
+from polyattn import requests, scopes
+from polyattn.torch.internals import mark_constant as _mark_constant
 
 if typing.TYPE_CHECKING:
     from polyattn.torch.api import attention, explain, plan
@@ -31,6 +32,7 @@ if typing.TYPE_CHECKING:
     from polyattn.torch.paged import paged_attention
 
 scopes.is_tracing = torch.compiler.is_dynamo_compiling
+_mark_constant(requests.nested)
 
 __all__ = ["attention", "explain", "paged_attention", "plan", "scaled_dot_product_attention"]
 

@@ -17,8 +17,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 
+from polyattn.torch.internals import (
+    are_transforms_active,
+    dispatch_modes,
+    may_be_traced_before_autograd,
+    tracing_state,
+)
 from polyattn.torch.masking import Visible
 
 __all__ = ["hide", "holds_nan", "is_readable", "mend", "zero_empty"]
@@ -40,8 +45,8 @@ def is_readable(out: Tensor) -> bool:
         out.device.type == "cpu"
         and type(out) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and not _are_functorch_transforms_active()
-        and _get_tracing_state() is None
+        and not are_transforms_active()
+        and tracing_state() is None
         and not _is_traced_by_proxies()
     )
 
@@ -51,11 +56,7 @@ def _is_traced_by_proxies() -> bool:
 
     Other dispatch modes (counters of operations, say) let values be read.
     """
-    before_autograd = torch._C.DispatchKey.PreDispatch
-    if not (
-        _len_torch_dispatch_stack()
-        or torch._C._dispatch_tls_is_dispatch_key_included(before_autograd)
-    ):
+    if not (dispatch_modes() or may_be_traced_before_autograd()):
         return False
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # loaded by who uses it
     return tracing is not None and tracing.get_proxy_mode() is not None

@@ -16,6 +16,7 @@ from polyattn.admission.masks import Lengths
 from polyattn.admission.masks import check_mask as check_arrays
 from polyattn.biases import Alibi, Bias
 from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed
+from polyattn.torch.internals import are_transforms_active, dispatch_modes
 
 __all__ = [
     "Dims",
@@ -183,11 +184,7 @@ def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
     """Return the dense mask; small ones that the lengths determine are kept."""
     # under a compiler, a dispatch mode (fake tensors, tracing) or a function transform tensors are
     # its own
-    modes = (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
+    modes = torch.compiler.is_dynamo_compiling() or dispatch_modes() or are_transforms_active()
     if modes or not mask.is_static:
         return Visible(materialise(mask, dims, device), dims)
     key = (mask.signature, dims, device)

@@ -12,14 +12,18 @@ running (reentrant, recomputing), or a custom autograd function is (reentrant, f
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any
 
 from torch import is_inference_mode_enabled
-from torch._C import _current_graph_task_id as _graph_task
-from torch._C import _is_fwd_grad_enabled, is_grad_enabled
-from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
-from torch.utils import checkpoint as _checkpoint
+
+from polyattn.torch.internals import (
+    checkpointed_regions,
+    current_graph_task,
+    is_forward_grad_enabled,
+    is_grad_enabled,
+    may_be_in_backward,
+    saved_tensor_hooks,
+)
 
 __all__ = ["ASKED", "Regions", "is_possible", "regions"]
 
@@ -32,13 +36,8 @@ ASKED = is_grad_enabled, _is_fwd_grad_enabled, is_inference_mode_enabled, _graph
 def is_possible() -> bool:
     """Say whether this call may be inside a checkpointed region; cheap, and never wrongly False."""
     if is_grad_enabled():
-        return _graph_task() != -1 or _top_hooks(False) is not None
-    return not _is_fwd_grad_enabled() and not is_inference_mode_enabled()
-
-
-_FILE = _checkpoint.__file__
-_FORWARD = _checkpoint.CheckpointFunction.forward.__code__
-_BACKWARD = _checkpoint.CheckpointFunction.backward.__code__
+        return may_be_in_backward() != -1 or saved_tensor_hooks(False) is not None
+    return not is_forward_grad_enabled() and not is_inference_mode_enabled()
 
 
 class Regions:
@@ -80,24 +79,8 @@ def _cursors(region: Any) -> dict[int, int]:
 def regions() -> Regions | None:
     """Return the checkpointed regions around the caller, innermost first, or None."""
     running: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is _FORWARD:
-            running.append(frame.f_locals["ctx"])
-        elif code is _BACKWARD:
-            return Regions(frame.f_locals["ctx"], running, _graph_task())
-        elif code.co_filename == _FILE:
-            if code.co_name == "unpack_hook":
-                return Regions(frame.f_locals["frame"], running, _graph_task())
-            if code.co_name == "checkpoint" and (region := _region_of(frame)) is not None:
-                running.append(region)
-        frame = frame.f_back
+    for region, again in checkpointed_regions(sys._getframe(1)):
+        if again:
+            return Regions(region, running, current_graph_task())
+        running.append(region)
     return Regions(None, running, -1) if running else None
-
-
-def _region_of(frame: FrameType) -> Any:
-    """Return what a non-reentrant ``checkpoint`` call keeps of its region."""
-    generator = frame.f_locals.get("gen")
-    inner = getattr(generator, "gi_frame", None)
-    return None if inner is None else inner.f_locals.get("new_frame")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from polyattn.torch.internals import version_of
+
 if TYPE_CHECKING:
     from polyattn.hooks.activation_trace.hook import TraceHook
     from polyattn.hooks.activation_trace.lines import Event
@@ -37,7 +39,7 @@ class Call:
 
     def changed(self) -> list[tuple[str, Tensor]]:
         """Those of its tensors that were changed in place since it began."""
-        return [(at, t) for at, t, version in self.given if t._version != version]
+        return [(at, t) for at, t, version in self.given if version_of(t) != version]
 
 
 class Lane:
@@ -66,7 +68,7 @@ def versions(found: list[tuple[str, Any]]) -> Given:
     for at, t in found:
         try:
             if not t.is_inference():
-                given.append((at, t, t._version))
+                given.append((at, t, version_of(t)))
         except Exception:  # it is recorded as what cannot be read
             continue
     return given

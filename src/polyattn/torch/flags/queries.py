@@ -24,6 +24,8 @@ def queries() -> Iterator[Access]:
     yield from _libraries()
     yield from _gpu_libraries()
     yield from _attention_functions()
+    yield from _functions_of_parts()
+    yield from _functions_of_python_native()
     yield from _other_functions()
     yield from _native_filters()
     yield from _native_languages()
@@ -180,13 +182,16 @@ _SCOPES = {
 }
 
 
-def _other_functions() -> Iterator[Access]:
+def _functions_of_parts() -> Iterator[Access]:
     for part, knobs in _SCOPES.items():
         for name in ("flags", "set_flags"):
             yield function(
                 f"{part}{name}", "Sets all of its knobs, those not named to defaults of its own.",
                 f"polyattn.torch.flags.flags(**{{...}}) over {', '.join(knobs)}",
             )  # fmt: skip
+
+
+def _functions_of_python_native() -> Iterator[Access]:
     for name in (
         "disable_operations", "enable_operations", "disable_dispatch_keys",
         "enable_dispatch_keys", "operations_disabled",
@@ -204,6 +209,9 @@ def _other_functions() -> Iterator[Access]:
             f"python_native.{name}", "Answers about the operator, or the language, it is given.",
             shown, since="2.12",
         )  # fmt: skip
+
+
+def _other_functions() -> Iterator[Access]:
     yield function("cuda.cufft_plan_cache.clear", "Forgets a device's FFT plans.", "itself")
     yield function(
         "cuda.blas_workspace_size", "The work space of the preferred BLAS.",

@@ -6,6 +6,7 @@ None of it is private by its name, yet no one promised it: the code objects of `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils import checkpoint as _checkpoint
 
 from polyattn.torch.internals.rows import MISSING, noted
 
-__all__ = ["checkpointed_region"]
+__all__ = ["checkpointed_regions"]
 
 _OTHERWISE = "a checkpointed region is not found: what it computes again is chosen anew"
 
@@ -28,27 +29,24 @@ _FORWARD = _code("CheckpointFunction.forward")
 _BACKWARD = _code("CheckpointFunction.backward")
 
 
-def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
-    """Return the checkpointed region that a frame is the beginning of, if it is that of one.
+def checkpointed_regions(frame: FrameType | None) -> Iterator[tuple[Any, bool]]:
+    """Yield the checkpointed regions around a frame, innermost first.
 
-    The region is an object of torch's that lives as long as what is kept of the region does; the
+    A region is an object of torch's that lives as long as what is kept of the region does; the
     second value says whether the region is being computed again.
     """
-    code = frame.f_code
-    if code is _FORWARD:
-        return _local(frame, "ctx", False)
-    if code is _BACKWARD:
-        return _local(frame, "ctx", True)
-    if code.co_filename != _FILE:
-        return None
-    if code.co_name == "unpack_hook":
-        return _local(frame, "frame", True)
-    if code.co_name == "checkpoint":
-        inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
-        return None if inner is None else _local(inner, "new_frame", False)
-    return None
-
-
-def _local(frame: FrameType, name: str, recomputed: bool) -> tuple[Any, bool] | None:
-    region = frame.f_locals.get(name)
-    return None if region is None else (region, recomputed)
+    while frame is not None:
+        code, region, again = frame.f_code, None, False
+        if code is _FORWARD:
+            region = frame.f_locals.get("ctx")
+        elif code is _BACKWARD:
+            region, again = frame.f_locals.get("ctx"), True
+        elif code.co_filename == _FILE:
+            if code.co_name == "unpack_hook":
+                region, again = frame.f_locals.get("frame"), True
+            elif code.co_name == "checkpoint":
+                inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+                region = None if inner is None else inner.f_locals.get("new_frame")
+        if region is not None:
+            yield region, again
+        frame = frame.f_back

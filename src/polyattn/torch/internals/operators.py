@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polyattn.torch.internals.rows import private
+from polyattn.torch.internals.rows import MISSING, ROWS, private
 
 __all__ = [
     "OPERATORS_MODULE",
@@ -19,6 +19,7 @@ __all__ = [
     "flash_operator_for_cpu",
     "is_allowed",
     "math_attention",
+    "missing_operator",
     "replace_operator",
     "torch_sdpa",
 ]
@@ -52,6 +53,21 @@ efficient_attention = _operator("_scaled_dot_product_efficient_attention", "sdpa
 cudnn_attention = _operator("_scaled_dot_product_cudnn_attention", "sdpa_cudnn")
 math_attention = _operator("_scaled_dot_product_attention_math", "sdpa_math")
 flash_operator_for_cpu = _operator("_scaled_dot_product_flash_attention_for_cpu", "sdpa_flash")
+_OF_BACKEND = {
+    "sdpa_flash": "_scaled_dot_product_flash_attention",
+    "sdpa_efficient": "_scaled_dot_product_efficient_attention",
+    "sdpa_cudnn": "_scaled_dot_product_cudnn_attention",
+    "sdpa_math": "_scaled_dot_product_attention_math",
+}
+
+
+def missing_operator(backend: str) -> str | None:
+    """Return the operator that a backend needs and torch lacks, None where it is there."""
+    name = _OF_BACKEND[backend]
+    there = ROWS[f"torch.ops.aten.{name}.default"].find() is not MISSING
+    return None if there else f"aten::{name}"
+
+
 flash_attention_for_cpu: Callable[..., Any] = private(
     "torch._scaled_dot_product_flash_attention_for_cpu",
     "the operator itself is called, 1.7 us more a call",

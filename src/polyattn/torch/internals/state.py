@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,11 +21,15 @@ __all__ = [
     "current_graph_task",
     "dispatch_modes",
     "dual_level",
+    "dual_levels",
     "is_deterministic",
     "is_fake",
     "is_forward_grad_enabled",
     "is_grad_enabled",
+    "is_watched",
     "is_wrapped_by_transform",
+    "may_be_in_backward",
+    "may_be_traced_before_autograd",
     "queue_callback",
     "saved_tensor_hooks",
     "tracing_state",
@@ -37,6 +43,13 @@ current_graph_task: Callable[[], int] = private(
 )
 """The number of the backward pass that runs in this thread, -1 outside of one."""
 
+may_be_in_backward: Callable[[], int] = private(
+    "torch._C._current_graph_task_id",
+    "what runs inside a backward pass cannot be told; recomputation and traces refuse",
+    lambda: 0,
+)
+"""The same, but 0 where that cannot be told."""
+
 is_deterministic: Callable[[], bool] = private(
     "torch._C._get_deterministic_algorithms",
     "torch.are_deterministic_algorithms_enabled(), a Python function, is called instead",
@@ -45,7 +58,8 @@ is_deterministic: Callable[[], bool] = private(
 
 is_forward_grad_enabled: Callable[[], bool] = private(
     "torch._C._is_fwd_grad_enabled",
-    "every call without gradients is taken for one that may be inside a checkpointed region",
+    "every call without gradients is taken for one that may be inside a checkpointed region, and "
+    "every tensor is asked for its tangent",
     lambda: False,
 )
 """Whether forward-mode gradients are on: off inside custom autograd functions."""
@@ -92,7 +106,8 @@ tracing_state: Callable[[], Any] = private(
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = private(
     "torch._C._AutoDispatchBelowAutograd",
-    "a trace inside compiled code refuses: what it records would become part of the gradient",
+    "a trace inside compiled code refuses: what it records would become part of the gradient; "
+    "native_cpu's operators run with autograd in sight, which then notes what it need not",
 )
 """A scope in which operators run below autograd."""
 
@@ -106,19 +121,47 @@ noted(
     "torch.autograd.forward_ad._current_level",
     "every call is taken for one with forward-mode gradients, the slower and general way",
 )
+dual_levels: Any = (
+    forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
+)
+"""What has the level of forward mode: `dual_levels._current_level`, -1 outside of it.
 
-if not hasattr(forward_ad, "_current_level"):
+The quickest kernels read it in place, for a call costs four times as much.
+"""
 
-    def dual_level() -> int:
-        """Stand in for the level of forward-mode differentiation, which this torch keeps hidden."""
-        return 0
 
-else:
+def dual_level() -> int:
+    """Return the level of forward-mode differentiation, -1 outside of it."""
+    return dual_levels._current_level  # type: ignore[no-any-return]
 
-    def dual_level() -> int:
-        """Return the level of forward-mode differentiation, -1 outside of it."""
-        return forward_ad._current_level
 
+def is_watched() -> bool:
+    """Say whether something has to see what is done with plain tensors.
+
+    That is a function transform, a dispatch mode, a trace, or a level of forward mode.
+    """
+    return (
+        are_transforms_active()
+        or dispatch_modes() > 0
+        or tracing_state() is not None
+        or dual_levels._current_level >= 0
+    )
+
+
+_PRE_DISPATCH = noted(
+    "torch._C.DispatchKey.PreDispatch", "make_fx is asked itself whether it records"
+).find()
+_includes: Any = private(
+    "torch._C._dispatch_tls_is_dispatch_key_included",
+    "make_fx is asked itself whether it records",
+    None,
+)
+may_be_traced_before_autograd: Callable[[], bool] = (
+    (lambda: True)
+    if _PRE_DISPATCH is MISSING or _includes is None
+    else functools.partial(_includes, _PRE_DISPATCH)
+)
+"""Whether make_fx may record operators before autograd sees them, which counts as no mode."""
 
 _VERSION = noted(
     "torch.Tensor._version",

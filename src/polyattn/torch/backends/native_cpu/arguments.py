@@ -8,7 +8,7 @@ ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from polyattn.native.program import (
     encode,
     terms,
 )
+from polyattn.torch.internals import address_of
 from polyattn.torch.layouts import to_bnth
 from polyattn.torch.masking import Dims, block_bits, four_dims, materialise
 
@@ -46,23 +47,10 @@ Array = tuple[int, int, int, int, int]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def _address_reader() -> Callable[[Tensor], int]:
-    """Return what gives an address to read at: copy-on-write tensors stay uncopied.
-
-    torch before 2.13 has that by a private name only; where it lacks too, such tensors are copied.
-    """
-    private = getattr(torch._C, "_data_address", Tensor.data_ptr)
-    reader: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", private)
-    return reader
-
-
-_address = _address_reader()
-
-
 def memory(x: Tensor) -> tuple[int, int]:
     """Return the address of the first entry, and how many bytes the storage has from there on."""
     here = int(x.storage_offset()) * x.element_size()
-    return _address(x), max(x.untyped_storage().nbytes() - here, 0)
+    return address_of(x), max(x.untyped_storage().nbytes() - here, 0)
 
 
 class Sizes(NamedTuple):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from polyattn.torch.backends.native_cpu.calls import Constants, Extras, Needs, backward, forward
-from polyattn.torch.backends.native_cpu.levels import PLAIN, is_batched, is_watched
+from polyattn.torch.backends.native_cpu.levels import PLAIN, is_batched
 from polyattn.torch.backends.native_cpu.operator import native_attention_backward
+from polyattn.torch.internals import is_watched
 
 __all__ = ["attend"]
 

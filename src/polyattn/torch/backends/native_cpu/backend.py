@@ -13,23 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from polyattn import settings
 from polyattn.biases import Alibi
 from polyattn.native import module
 from polyattn.problem import Problem
-from polyattn.torch.backends.native_cpu.arguments import DTYPES, program_of, terms_of
+from polyattn.torch.backends.native_cpu.arguments import DTYPES, Sizes, program_of, terms_of
 from polyattn.torch.backends.native_cpu.autograd import attend
 from polyattn.torch.backends.native_cpu.calls import Constants, Extras, forward
-from polyattn.torch.backends.native_cpu.levels import PLAIN, WATCHERS, is_watched
+from polyattn.torch.backends.native_cpu.levels import PLAIN, WATCHERS
 from polyattn.torch.backends.native_cpu.operator import native_attention
 from polyattn.torch.backends.native_cpu.paged import paged_kernel
+from polyattn.torch.internals import dual_levels, is_lazy_copy, is_watched
 
 __all__ = ["load"]
 
 Kernel = Callable[..., Any]
-_is_lazy_copy: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """How C reads a tensor without a Python call. It would copy what is to be copied on write only."""
 
@@ -132,26 +131,26 @@ def _split(bias: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, bias.payload) if isinstance(bias, Alibi) else (bias.payload, None)
 
 
+def _bare_sizes(p: Problem) -> tuple[Sizes, tuple[int, ...]]:
+    """Return the sizes that the extension takes, and those of the output."""
+    sizes = Sizes(p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.value_dim)
+    rows = (p.q_len, p.heads) if p.layout == "BTNH" else (p.heads, p.q_len)
+    return sizes, (p.batch, *rows, p.value_dim)
+
+
 def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
     """The shortest way: inference, contiguous last dims, and no mask or one without arrays.
 
     All that the problem fixes is made here once; the extension asks the tensors for the rest.
     """
-    p = problem
-    sizes = (p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.value_dim)
-    code, (layout, scale, softcap) = DTYPES[getattr(torch, p.dtype)], constants
-    rows_first, alike, masked = layout == "BTNH", p.value_dim == p.head_dim, p.mask is not None
-    asked, place = settings.raw(settings.NATIVE_ISA), module.isa_index()
+    sizes, shape = _bare_sizes(problem)
+    code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
+    rows_first, alike = layout == "BTNH", problem.value_dim == problem.head_dim
     run, threads, plain = module.load().forward_tensors, torch.get_num_threads, PLAIN
     functorch, modes, tracing = WATCHERS  # in cells: quicker than globals
-    raw, variable, isa_index = settings.raw, settings.NATIVE_ISA, module.isa_index
-    lazy, empty_like, exchange = _is_lazy_copy, torch.empty_like, EXCHANGE
-    shape = tuple(
-        (p.batch, p.q_len, p.heads, p.value_dim)
-        if rows_first
-        else (p.batch, p.heads, p.q_len, p.value_dim)
-    )
-    terms: Any = None if masked else ()  # of the mask; without arrays, so always the same
+    raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
+    asked, place, empty_like = raw(variable), module.isa_index(), torch.empty_like
+    terms: Any = () if problem.mask is None else None  # without arrays, so always the same
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -160,7 +159,7 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
         if not (
             type(q) in plain and type(k) in plain and type(v) in plain
             and not functorch() and not modes() and tracing() is None
-            and forward_ad._current_level < 0
+            and dual_levels._current_level < 0
             and not (lazy(q) or lazy(k) or lazy(v))
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
@@ -173,7 +172,7 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
                 out = q.new_empty(shape)
         else:
             out = q.new_empty(shape)
-        isa = place if raw(variable) is asked else isa_index()
+        isa = place if raw(variable) is asked else module.isa_index()
         try:
             run(
                 exchange, isa, threads(), code, rows_first, sizes, scale, softcap, q, k, v, out,

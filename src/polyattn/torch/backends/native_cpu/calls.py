@@ -20,6 +20,7 @@ from polyattn.torch.backends.native_cpu.arguments import (
     slopes_argument,
     terms_of,
 )
+from polyattn.torch.internals import is_zero_tensor
 
 __all__ = [
     "Constants", "Extras", "Needs", "as_it_counts", "backward", "dense_rows", "empty_like_rows",
@@ -168,7 +169,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 def as_it_counts(x: Tensor) -> Tensor:
     """Return `x` with its values in memory: not negated by a flag, nor zeros that none holds."""
-    if x._is_zerotensor():
+    if is_zero_tensor(x):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return x.resolve_neg()
 

@@ -24,20 +24,18 @@ from polyattn.torch.backends.native_cpu.definition import (
     defined_gradients,
     defined_second_gradients,
 )
-from polyattn.torch.backends.native_cpu.levels import (
-    apply_here,
-    batch_apart,
-    batch_together,
-    below,
-    below_function,
-    is_batched,
-    moves,
-    trains,
-)
+from polyattn.torch.backends.native_cpu.levels import is_batched, moves, trains
 from polyattn.torch.backends.native_cpu.operator import (
     native_attention,
     native_attention_backward,
     nothing,
+)
+from polyattn.torch.internals import (
+    apply_here,
+    below,
+    below_function,
+    legacy_batch_apart,
+    legacy_batch_together,
 )
 
 __all__: list[str] = []
@@ -167,7 +165,7 @@ def _batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """Return the same for ``torch.autograd.grad(is_grads_batched=True)``, whose vmap is another."""
 
     def kernel(*args: Any) -> Any:
-        apart = [batch_apart(x) if is_batched(x) else None for x in args]
+        apart = [legacy_batch_apart(x) if is_batched(x) else None for x in args]
         size = max(len(x) for x in apart if x is not None)
         results = [
             function(
@@ -180,7 +178,7 @@ def _batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
             for i in range(size)
         ]
         together = zip(*results, strict=True)
-        return tuple(batch_together(torch.stack(parts)) for parts in together)
+        return tuple(legacy_batch_together(torch.stack(parts)) for parts in together)
 
     return kernel
 
@@ -190,7 +188,7 @@ for _operator, _function, _defined in (
     (native_attention, _Attention, _defined_attention),
     (native_attention_backward, _Gradients, _defined_gradients),
 ):
-    _name = f"polyattn::{_operator._opname}"  # type: ignore[union-attr]
+    _name = _operator.name()  # type: ignore[union-attr]
     _library.impl(
         _name, _differentiated(_operator, _function, _defined), "Autograd", with_keyset=True
     )

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from polyattn.problem import Problem
 from polyattn.torch.backends.sdpa.lowering import prepare as lowered
 from polyattn.torch.backends.sdpa.operators import (
@@ -27,6 +25,7 @@ from polyattn.torch.backends.sdpa.short_ways import (
     is_square_causal,
     plain_flash_cpu,
 )
+from polyattn.torch.internals import flash_attention_for_cpu, flash_operator_for_cpu
 
 __all__ = ["load_cudnn", "load_efficient", "load_flash", "load_math"]
 
@@ -38,11 +37,7 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
         if problem.device == "cuda":
             return lowered(Op(flash_cuda, grouped=True), problem, config)
         # torch's own binding costs 1.7 us less than the operator handle; compilers want the handle
-        function = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-            if problem.compiled
-            else torch._scaled_dot_product_flash_attention_for_cpu
-        )
+        function = flash_operator_for_cpu if problem.compiled else flash_attention_for_cpu
         # a compiled problem has its lengths rounded up, by a factor of 4 at most
         few = problem.compiled and problem.kv_len < 4 * FEW_KEYS
         if is_plain(problem) and problem.mask is None and not few:

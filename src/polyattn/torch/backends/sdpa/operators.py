@@ -9,6 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.torch.internals import (
+    cudnn_attention,
+    efficient_attention,
+    flash_attention,
+    math_attention,
+)
+
 __all__ = ["FEW_KEYS", "Op", "Result", "cudnn", "efficient", "flash_cpu", "flash_cuda", "unfused"]
 
 FEW_KEYS = 16
@@ -62,18 +69,18 @@ def flash_cuda(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
     """Call FlashAttention 2 for CUDA."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    return op(q, k, v, dropout, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
+    return flash_attention(q, k, v, dropout, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
 
 
 def efficient(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
     """Call the memory-efficient kernel (CUTLASS), CUDA only."""
-    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
     if mask is not None:
         mask = _aligned(mask, (*q.shape[:3], k.shape[2]))
-    out, sums, *_ = op(q, k, v, mask, lse or q.requires_grad, dropout, causal, scale=scale)
+    out, sums, *_ = efficient_attention(
+        q, k, v, mask, lse or q.requires_grad, dropout, causal, scale=scale
+    )
     return out, sums[..., : q.shape[2]] if lse else None
 
 
@@ -81,10 +88,9 @@ def cudnn(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
     """Call cuDNN's fused attention, CUDA only."""
-    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     if mask is not None:
         mask = mask.expand(*q.shape[:3], k.shape[2])
-    out, sums, *_ = op(q, k, v, mask, True, dropout, causal, False, scale=scale)
+    out, sums, *_ = cudnn_attention(q, k, v, mask, True, dropout, causal, False, scale=scale)
     return out, sums.squeeze(-1) if sums.dim() == 4 else sums
 
 
@@ -92,12 +98,11 @@ def unfused(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:
     """Call the path of matmul, softmax and matmul; halves run in float32."""
-    op = torch.ops.aten._scaled_dot_product_attention_math.default
     wide = q.dtype in (torch.float16, torch.bfloat16)
     out_dtype = q.dtype
     if wide:  # softmax and accumulation in float32 at least
         q, k, v = q.float(), k.float(), v.float()
-    out = op(q, k, v, mask, dropout, causal, None, scale=scale)[0]
+    out: Tensor = math_attention(q, k, v, mask, dropout, causal, None, scale=scale)[0]
     return (out.to(out_dtype) if wide else out), None
 
 

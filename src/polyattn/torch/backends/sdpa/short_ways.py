@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 
 from polyattn.problem import Problem
 from polyattn.torch.backends.sdpa.operators import FEW_KEYS
+from polyattn.torch.internals import are_transforms_active, dispatch_modes, tracing_state
 from polyattn.torch.isolation import holds_nan, is_readable
 from polyattn.torch.masking import four_dims
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 NATIVE_CAUSAL = "Causal('top_left')"
-_WATCHERS = _are_functorch_transforms_active, _len_torch_dispatch_stack, _get_tracing_state
+_WATCHERS = are_transforms_active, dispatch_modes, tracing_state
 
 
 def is_plain(p: Problem) -> bool:

@@ -1,0 +1,34 @@
+"""What a tensor's values are in memory: shared until written to, or nowhere at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from polyattn.torch.internals.rows import private
+
+__all__ = ["address_of", "is_lazy_copy", "is_zero_tensor"]
+
+_data_address: Callable[[Tensor], int] = private(
+    "torch._C._data_address",
+    "Tensor.const_data_ptr, public since 2.13, is called, or Tensor.data_ptr, by which tensors "
+    "that are to be copied on write are copied",
+    Tensor.data_ptr,
+)
+address_of: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", _data_address)
+"""The address to read at; tensors that are to be copied on write stay uncopied."""
+
+is_lazy_copy: Callable[[Tensor], bool] = private(
+    "torch._C._is_cow_tensor",
+    "every call goes the slower way of native_cpu, that never copies",
+    lambda x: True,
+)
+"""Whether a tensor is to be copied on write."""
+
+is_zero_tensor: Callable[[Tensor], bool] = private(
+    "torch.Tensor._is_zerotensor",
+    "a tensor with entries at address 0 is taken for one",
+    lambda x: x.numel() > 0 and address_of(x) == 0,
+)
+"""Whether a tensor stands for zeros that are nowhere in memory."""
