@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from polyattn.admission import ArrayFacts, Other, Surroundings
 from polyattn.admission import admit as admit_call
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
+from polyattn.selection import Selection
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
@@ -29,7 +31,15 @@ from polyattn.torch.masking import bind_mask
 from polyattn.torch.model import facts_of, mask_of, model_of
 from polyattn.torch.resolve import Plan, plan_for, wishes
 
-__all__ = ["as_text", "attention", "from_text", "refuse", "through_compiler"]
+__all__ = [
+    "as_text",
+    "attention",
+    "from_text",
+    "note",
+    "noted",
+    "refuse",
+    "through_compiler",
+]
 
 
 class _Kernels:
@@ -68,9 +78,7 @@ def attention(
         return answer_empty(layout, return_lse, q, k, v, sinks)
     if simple is not None:
         simple = bind_mask(simple, q.device)
-    recorded = _state.recorded
-    if recorded is not _state and recorded != "":
-        torch.ops.polyattn.note(number)
+    note(number)
     return getattr(_kernels, f"number_{number}")(q, k, v, simple, bias, sinks)
 
 
@@ -165,6 +173,22 @@ def _planned(model: Any, asked: Any) -> int:
         _plans[number] = plan
         setattr(_kernels, f"number_{number}", plan.kernel)
     return number
+
+
+def noted(selection: Selection, kernel: Callable[..., Any]) -> int:
+    """Return the number under which compiled code notes a selection that has no plan."""
+    _define_note()
+    with scopes.lock:
+        number = next(_counter)
+        _plans[number] = Plan(selection, kernel)
+    return number
+
+
+def note(number: int) -> None:
+    """Trace the note of a call, where selections are recorded."""
+    recorded = _state.recorded
+    if recorded is not _state and recorded != "":
+        torch.ops.polyattn.note(number)
 
 
 _counter = itertools.count()
