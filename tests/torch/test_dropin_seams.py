@@ -255,3 +255,10 @@ def test_graphs_hold_torchs_function() -> None:
     assert targets == [torch_sdpa]
     traced = torch.jit.trace(lambda x: sdpa(x, x, x), (Q,), check_trace=False)
     assert "aten::scaled_dot_product_attention" in str(traced.graph)
+    scripted = torch.jit.script(_scripted)
+    assert "aten::scaled_dot_product_attention" in str(scripted.graph)
+    assert_same(scripted(Q), torch_sdpa(Q, Q, Q, is_causal=True, scale=0.5))
+
+
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    return sdpa(x, x, x, is_causal=True, scale=0.5)

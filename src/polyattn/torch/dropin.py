@@ -11,8 +11,10 @@ chosen.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ _state = scopes.state
 _environ, _BACKEND = settings.raw, settings.BACKEND
 _recorders = scopes.recording.get
 _CAUSAL = Causal("top_left")
+_NAME = "scaled_dot_product_attention"
 
 
 def scaled_dot_product_attention(
@@ -97,6 +100,10 @@ def scaled_dot_product_attention(
     if run is not None:
         return run(query, key, value, attn_mask)  # type: ignore[no-any-return]
     return _long_way(held, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+# what torch.jit scripts keeps torch's operator: this function is none that it could compile
+torch.jit._builtins._register_builtin(scaled_dot_product_attention, f"aten::{_NAME}")
 
 
 def _key_of(
@@ -165,9 +172,13 @@ def stock(
     if is_dynamo_compiling():
         if function is torch_sdpa:  # which compilers dispatch by themselves
             return torch_sdpa(q, k, v, **options)
-        if CausalBias not in kinds:  # others may call again with themselves: not traced right
-            torch._dynamo.graph_break()
-    return handle_torch_function(function, arrays, q, k, v, **options)
+        if CausalBias in kinds:  # which calls on with plain tensors
+            return handle_torch_function(function, arrays, q, k, v, **options)
+        torch._dynamo.graph_break()
+    override = handle_torch_function
+    if "torch._dynamo" in sys.modules:  # a graph of what calls on with itself would override again
+        override = torch.compiler.disable(override)
+    return override(function, arrays, q, k, v, **options)
 
 
 def known_as(kinds: tuple[type, ...]) -> Callable[..., Any]:
@@ -183,9 +194,6 @@ def known_as(kinds: tuple[type, ...]) -> Callable[..., Any]:
         if code is not None and _NAME in code.co_names:
             return F.scaled_dot_product_attention
     return torch_sdpa
-
-
-_NAME = "scaled_dot_product_attention"
 
 
 def _beyond(
@@ -289,6 +297,7 @@ def _left_to_torch(model: Any, scope: str | None, module: str | None, epoch: str
     reason = model if isinstance(model, str) else only_torch(_sdpa_facts(model), exact=False)
     if reason is None:
         return -1
+    registry.discover()  # which ends the epoch, and with it what was noted
     try:
         return traced.noted(_selection(reason, scope, module), torch_sdpa)
     except Unsupported as error:
@@ -309,7 +318,7 @@ def trace(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
     gqa: Any,
 ) -> Any:  # fmt: skip
-    """Trace one call; what polyattn does not model is left to torch's own operator, unless asked."""
+    """Trace one call; what polyattn does not model is left to torch's own operator."""
     scope = _state.scope
     scope = scopes.local.traced or (None if scope is _state else scope)
     p_text, scale_text = traced.as_text(dropout_p), traced.as_text(scale)
@@ -317,10 +326,9 @@ def trace(
     number = _left_to_torch(model, scope, scopes.local.module, _state.epoch)
     if number >= 0:
         traced.note(number)
-        numbers = all([isinstance(x, (float, int, type(None))) for x in (dropout_p, scale)])
-        if isinstance(model, str) or not (
-            numbers and type(is_causal) is bool and type(gqa) is bool
-        ):
+        typed = isinstance(dropout_p, (int, float)) and isinstance(scale, (int, float, NoneType))
+        typed = typed and type(is_causal) is bool and type(gqa) is bool
+        if isinstance(model, str) or not typed:
             return stock(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
         # an operator that generated code does not look up under the name that routing replaces
         return torch.ops.aten.scaled_dot_product_attention(
