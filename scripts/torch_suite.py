@@ -86,7 +86,8 @@ def run_child(way: str, file: str, match: str, log: Path, done: Sequence[str]) -
     from polyattn.torch import scaled_dot_product_attention
 
     if way in ("dropin", "native"):
-        torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+        functional: Any = torch.nn.functional
+        functional.scaled_dot_product_attention = scaled_dot_product_attention
         return pytest.main(arguments, plugins=plugins)
     asked = way == "native-routed"
     request = use_backend("native_cpu", on_unsupported="fallback") if asked else None
@@ -95,7 +96,7 @@ def run_child(way: str, file: str, match: str, log: Path, done: Sequence[str]) -
 
 
 class _Skip:
-    """Leaves out tests that an earlier process ran, and what another device needs."""
+    """Leaves out tests that an earlier process ran."""
 
     def __init__(self, done: frozenset[str]) -> None:
         self._done = done

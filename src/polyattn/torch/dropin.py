@@ -181,7 +181,7 @@ def stock(
     return override(function, arrays, q, k, v, **options)
 
 
-def known_as(kinds: tuple[type, ...]) -> Callable[..., Any]:
+def known_as(kinds: tuple[Any, ...]) -> Callable[..., Any]:
     """Return what tensor subclasses know torch's function as: what ``__torch_function__`` is given.
 
     Some compare it with what stands in torch's namespaces at present, which this function may have
