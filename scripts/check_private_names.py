@@ -24,13 +24,7 @@ STANDARD = frozenset({
 })  # fmt: skip
 
 # Files whose names have not been moved yet. This list only ever gets shorter.
-PENDING = frozenset(
-    f"src/polyattn/{name}.py"
-    for name in (
-        "integrations/sdpa_patch",
-        "torch/api", "torch/cache", "torch/dropin", "torch/traced",
-    )
-)  # fmt: skip
+PENDING: frozenset[str] = frozenset()
 
 # Read in place, by the object that internals gives out: (the object there, the name).
 IN_PLACE = frozenset({("dual_levels", "_current_level")})

@@ -26,8 +26,10 @@ class SdpaFacts(NamedTuple):
     enable_gqa: Any
 
 
-def only_torch(call: SdpaFacts) -> str | None:
-    """Say why only torch's own function can take a call, or None.
+def only_torch(call: SdpaFacts, exact: bool = True) -> str | None:
+    """Say why a call is left to torch's own function, or None; the answer is a noun.
+
+    Not `exact`: sizes only say which of them are equal, and are not named.
 
     >>> x = ArrayFacts((4, 8), "float32")
     >>> only_torch(SdpaFacts(x, x, x, None, 0.0, False, None, False))
@@ -45,17 +47,19 @@ def only_torch(call: SdpaFacts) -> str | None:
     if q.dtype not in DTYPES:
         return f"inputs of dtype {q.dtype}"
     if _do_not_fit(q.shape, k.shape, v.shape, call.enable_gqa):
-        return f"shapes {q.shape}, {k.shape}, {v.shape}, enable_gqa={call.enable_gqa}"
+        shapes = f"shapes {q.shape}, {k.shape}, {v.shape}" if exact else "shapes like these"
+        return f"{shapes} with enable_gqa={call.enable_gqa}"
     numbers = [call.dropout_p, *([] if call.scale is None else [call.scale])]
     if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
         return "a dropout_p or scale that is no Python number"
     if call.scale is not None and not abs(call.scale) < float("inf"):
         return f"scale={call.scale!r}"
     if not 0.0 <= call.dropout_p <= 1.0:
-        return "options out of range"
-    if type(call.is_causal) is not bool or type(call.enable_gqa) is not bool:
-        return "options out of range"
-    return None if mask is None else _mask(q, k, mask, call.is_causal)
+        return f"dropout_p={call.dropout_p!r}"
+    for name in ("is_causal", "enable_gqa"):
+        if type(getattr(call, name)) is not bool:
+            return f"{name}={getattr(call, name)!r}"
+    return None if mask is None else _mask(q, k, mask, call.is_causal, exact)
 
 
 def _do_not_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], gqa: bool) -> bool:
@@ -67,7 +71,9 @@ def _do_not_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], gqa:
     return not (heads and alike and sized and q[-1] == k[-1])
 
 
-def _mask(q: ArrayFacts, k: ArrayFacts, mask: ArrayFacts, is_causal: bool) -> str | None:
+def _mask(
+    q: ArrayFacts, k: ArrayFacts, mask: ArrayFacts, is_causal: bool, exact: bool
+) -> str | None:
     if is_causal:
         return "attn_mask beside is_causal"
     if mask.dtype not in ("bool", "float32", q.dtype) or mask.device != q.device:
@@ -80,5 +86,6 @@ def _mask(q: ArrayFacts, k: ArrayFacts, mask: ArrayFacts, is_causal: bool) -> st
     if rank not in range(2, len(full) + 1) or any(
         g not in (1, f) for g, f in zip(got, full, strict=True)
     ):
-        return f"an attn_mask of shape {mask.shape}"
+        shape = f"shape {mask.shape}" if exact else f"{rank} dims and this shape"
+        return f"an attn_mask of {shape}"
     return None

@@ -26,6 +26,7 @@ from polyattn import scopes
 from polyattn.requests import use_backend
 from polyattn.selection import Selection
 from polyattn.torch import dropin
+from polyattn.torch.cache import PLAIN
 from polyattn.torch.dropin import scaled_dot_product_attention as attend
 from polyattn.torch.internals import (
     OPERATORS_MODULE,
@@ -110,7 +111,6 @@ class _Router:
 
 _router = _Router()
 _ATEN = "aten::scaled_dot_product_attention"
-_PLAIN = (Tensor, torch.nn.Parameter)
 _KEPT = ("torch._", "torch.overrides", "torch.fx", "torch.jit", "polyattn")
 
 
@@ -134,22 +134,24 @@ def routed(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """What stands in for torch's ``scaled_dot_product_attention`` while it is routed."""
     if is_dynamo_compiling():
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return dropin.trace(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     arrays = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if has_torch_function(arrays) or tracing_state() is not None or type(query) not in _PLAIN:
-        return _foreign(
-            arrays, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
+    if has_torch_function(arrays) or tracing_state() is not None or type(query) not in PLAIN:
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return _foreign(arrays, query, key, value, *options)
     if _router.scopes and _router.scopes[-1] and scopes.current_scope() is None:
         return _scoped(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _router.listeners:
         return _heard(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _routed_operator(*args: Any, **kwargs: Any) -> Any:
@@ -164,35 +166,21 @@ def _routed_operator(*args: Any, **kwargs: Any) -> Any:
 inline_as(_routed_operator, torch_sdpa)
 
 
-def _foreign(
-    arrays: tuple[Any, ...], query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any,
-    is_causal: Any, scale: Any, enable_gqa: Any,
-) -> Any:  # fmt: skip
+def _foreign(arrays: tuple[Any, ...], query: Any, key: Any, value: Any, *options: Any) -> Any:
     """Leave tensor subclasses and traces to torch, as without polyattn; let function modes see."""
-    args = (query, key, value, attn_mask, dropout_p, is_causal)
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    own = [x for x in arrays if type(x) not in _PLAIN]
+    own = [x for x in arrays if type(x) not in PLAIN]
     if own and not any(type(x).__name__ == "FakeTensor" for x in own):  # those only look
         kinds = ", ".join(sorted({type(x).__name__ for x in own}))
-        _pass(f"a tensor of type {kinds}", SdpaCall(query, key, value, attn_mask))
-    elif torch._C._get_tracing_state() is not None:
-        _pass("torch.jit traces it", SdpaCall(query, key, value, attn_mask))
-    if has_torch_function(arrays):
-        return handle_torch_function(_standing_in(own), arrays, *args, **options)
-    return torch_sdpa(*args, **options)
-
-
-def _standing_in(own: list[Any]) -> Any:
-    """Return the function that overrides look for.
-
-    Nested tensors and CausalBias compare it with what stands in torch's namespaces at present;
-    others keep tables or graphs, which hold torch's.
-    """
-    kinds = [type(x).__module__ for x in own]
-    if any(kind.startswith("torch.nested") for kind in kinds):
-        return torch._C._nn.scaled_dot_product_attention
-    compares = not own or "torch.nn.attention.bias" in kinds
-    return routed if compares else torch_sdpa
+        _pass(f"a tensor of type {kinds}", SdpaCall(query, key, value, options[0]))
+    elif tracing_state() is not None:
+        _pass("torch.jit tracing it", SdpaCall(query, key, value, options[0]))
+    elif has_torch_function(arrays):
+        attn_mask, dropout_p, is_causal, scale, enable_gqa = options
+        return handle_torch_function(
+            routed, arrays, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
+    return dropin.stock(query, key, value, *options)
 
 
 def _pass(reason: str, call: SdpaCall) -> None:
@@ -209,7 +197,7 @@ def _scoped(*args: Any) -> Any:
     """Run under the routing's request, in a thread that began without it."""
     before = scopes.enter(_router.scopes[-1])
     try:
-        return routed(*args)
+        return routed(*args[:-2], scale=args[-2], enable_gqa=args[-1])
     finally:
         scopes.leave(before)
 
@@ -220,7 +208,10 @@ def _heard(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> A
     outer = (r for r in scopes.recording.get(()) if not isinstance(r, _Compiled))
     token = scopes.recording.set((*outer, heard))
     try:
-        return attend(query, key, value, attn_mask, *options)
+        dropout_p, is_causal, scale, gqa = options
+        return attend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa
+        )
     finally:
         scopes.recording.reset(token)
         _tell(heard, SdpaCall(query, key, value, attn_mask))

@@ -98,7 +98,7 @@ def attention(
 def _are_symbolic(*tensors: Any) -> bool:
     """Say whether sizes are symbols, which nothing can be remembered by."""
     return any(
-        type(size) is SymInt
+        isinstance(size, SymInt)
         for x in tensors
         if isinstance(x, Tensor) and not x.is_nested
         for size in x.shape

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _get_cudnn_sdp_enabled,
-    _get_flash_sdp_enabled,
-    _get_math_sdp_enabled,
-    _get_mem_efficient_sdp_enabled,
-    is_grad_enabled,
-)
-from torch._C import _get_deterministic_algorithms as determined
 
 from polyattn import scopes, settings
+from polyattn.torch.internals import (
+    is_allowed,
+    is_grad_enabled,
+    tensor_guards,
+    transform_level,
+)
+from polyattn.torch.internals import is_deterministic as determined
 
 __all__ = [
     "PLAIN",
@@ -43,10 +42,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 """The types of tensors that the table holds; others take the long way each time."""
 
 SWITCHES = (
-    _get_flash_sdp_enabled,
-    _get_mem_efficient_sdp_enabled,
-    _get_math_sdp_enabled,
-    _get_cudnn_sdp_enabled,
+    is_allowed["sdpa_flash"],
+    is_allowed["sdpa_efficient"],
+    is_allowed["sdpa_math"],
+    is_allowed["sdpa_cudnn"],
 )
 """torch's own switches of its kernels: flash, efficient, math, cuDNN."""
 
@@ -221,15 +220,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., bool]:
 
 
 def _compiled_check(*tensors: Tensor) -> Callable[..., bool] | None:
+    guards = tensor_guards()
+    if guards is None:
+        return None
     try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        return TensorGuards(  # type: ignore[no-any-return]
+        return guards(  # type: ignore[no-any-return]
             *tensors,
-            dynamic_dims_sizes=[list(x.shape) for x in tensors],  # type: ignore[misc]
-            dynamic_dims_strides=list(map(_strides, tensors)),  # type: ignore[misc]
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],
+            dynamic_dims_strides=list(map(_strides, tensors)),
         ).check
-    except (ImportError, TypeError, SystemError):
+    except (TypeError, SystemError):
         return None
 
 
@@ -264,7 +264,7 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
         type(x), x.dtype, x.device, x.shape, *_strides(x), x.requires_grad, x.is_inference(),
         x.is_neg(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        torch._C._functorch.maybe_current_level(),
+        transform_level(),
     )  # fmt: skip
 
 

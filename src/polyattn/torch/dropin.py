@@ -11,13 +11,17 @@ chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import handle_torch_function, has_torch_function
 
 from polyattn import scopes
 from polyattn.admission import SdpaFacts, only_torch
@@ -31,17 +35,33 @@ from polyattn.torch import short, traced
 from polyattn.torch.cache import PLAIN, Key, key_for, switches
 from polyattn.torch.dispatch import AttentionWay, dispatch, runner
 from polyattn.torch.door import Call, admit, facts_of
+from polyattn.torch.internals import (
+    are_overrides_on,
+    are_transforms_active,
+    break_graph,
+    is_compiler_loaded,
+    mark_constant,
+    present_operator,
+    register_jit_builtin,
+    torch_sdpa,
+    tracing_state,
+)
 from polyattn.torch.model import facts_of as facts_of_model
 from polyattn.torch.model import model_of_sdpa
 
-__all__ = ["hand_to_torch", "scaled_dot_product_attention", "torch_sdpa"]
-
-torch_sdpa = torch._C._nn.scaled_dot_product_attention
-"""torch's own function, whatever it has been replaced by since."""
+__all__ = [
+    "hand_to_torch",
+    "known_as",
+    "scaled_dot_product_attention",
+    "stock",
+    "torch_sdpa",
+    "trace",
+]
 
 _state = scopes.state
 _MISSED = short.MISSED
 _CAUSAL = Causal("top_left")
+_NAME = "scaled_dot_product_attention"
 
 
 def scaled_dot_product_attention(
@@ -51,6 +71,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -67,13 +88,17 @@ def scaled_dot_product_attention(
     True
     """
     if is_dynamo_compiling():
-        return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return trace(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     found = short.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if found is not _MISSED:
         return found  # type: ignore[no-any-return]
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
     held = key_for(query, key, value, Key.of_sdpa, *options)
     return _long_way(held, query, key, value, *options)
+
+
+# what torch.jit scripts keeps torch's operator: this function is none that it could compile
+register_jit_builtin(scaled_dot_product_attention, f"aten::{_NAME}")
 
 
 @dataclass(frozen=True)
@@ -112,10 +137,47 @@ def _long_way(
                 raise
             reason = "torch's own switches leave no kernel for it"
     hand_to_torch(reason)
-    return torch_sdpa(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-        enable_gqa=gqa,
-    )  # fmt: skip
+    return stock(*arguments)
+
+
+def stock(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+) -> Any:
+    """Call torch's own function; tensor subclasses may take the call, as without polyattn."""
+    options = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": gqa,
+    }  # fmt: skip
+    arrays = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
+    if not (are_overrides_on() and has_torch_function(arrays)):
+        return torch_sdpa(q, k, v, **options)
+    kinds = tuple([type(x) for x in arrays if type(x) not in PLAIN])
+    function = known_as(kinds)
+    if is_dynamo_compiling():
+        if function is torch_sdpa:  # which compilers dispatch by themselves
+            return torch_sdpa(q, k, v, **options)
+        if CausalBias in kinds:  # which calls on with plain tensors
+            return handle_torch_function(function, arrays, q, k, v, **options)
+        break_graph()
+    override = handle_torch_function
+    if is_compiler_loaded():  # a graph of what calls on with itself would override again
+        override = torch.compiler.disable(override)
+    return override(function, arrays, q, k, v, **options)
+
+
+def known_as(kinds: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return what tensor subclasses know torch's function as: what ``__torch_function__`` is given.
+
+    Some compare it with what stands in torch's namespaces at present, which this function may have
+    replaced; others keep it in tables or graphs, and these hold torch's.
+    """
+    for kind in kinds:
+        if kind.__module__.startswith("torch.nested"):
+            return present_operator()
+        code = getattr(kind.__torch_function__, "__code__", None)
+        if code is not None and _NAME in code.co_names:
+            return F.scaled_dot_product_attention
+    return torch_sdpa
 
 
 def _beyond(
@@ -125,8 +187,10 @@ def _beyond(
     for x in (q, k, v, *(() if mask is None else (mask,))):
         if type(x) not in PLAIN:
             return f"a tensor of type {type(x).__name__}"
-    if torch._C._are_functorch_transforms_active():
-        return "a function transform (torch.func) is active"
+    if are_transforms_active():
+        return "a function transform (torch.func) around it"
+    if tracing_state() is not None:
+        return "torch.jit tracing it"
     q, k, v, mask = (None if x is None else facts_of(x) for x in (q, k, v, mask))
     return only_torch(SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa))
 
@@ -170,47 +234,61 @@ def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict
 
 def hand_to_torch(reason: str) -> None:
     """Note that torch's own function runs a call, or raise Unsupported if a request forbids."""
-    fallback = _refused(reason, scopes.current_scope(), scopes.local.module)
-    selection = Selection(
-        "torch", Source.HEURISTIC, reason=reason, version=torch.__version__, fallback=fallback
-    )
+    selection = _selection(reason, scopes.current_scope(), scopes.local.module)
     for ran in scopes.recording.get(()):
         ran.append(selection)
 
 
-def _refused(reason: str, scope: str | None, module: str | None) -> str | None:
-    """Return which request gives way to torch's own choice, if one does; raise if it may not."""
-    wanted = wishes(None, None, scope, module)
-    asked = [(str(source), ", ".join(request.names)) for source, request in wanted.ordered()]
-    barred = [name for name in wanted.scope.never if name in registry.groups()["torch_sdpa"]]
-    if barred:
-        asked.append(("SCOPE", f"never {', '.join(barred)}"))
-    if not asked:
-        return None
-    source, names = asked[0]
-    request = wanted.ordered()[0][1] if wanted.ordered() else wanted.scope
-    policy = request.on_unsupported or wanted.scope.on_unsupported or wanted.on_unsupported
-    if policy == "fallback" and not barred:
-        return f"{source} asked for {names}, which cannot run it: {reason}"
-    raise Unsupported(
-        f"got a call with {reason}, which only torch's own scaled_dot_product_attention can "
-        f"take, while {source} asks for {names}. Lift the request around this call, allow torch to "
-        'step in with on_unsupported="fallback", or pass inputs that polyattn models.'
+def _selection(reason: str, scope: str | None, module: str | None) -> Selection:
+    """Return the selection of torch's own function; raise Unsupported if a request forbids it."""
+    fallback = _refused(reason, scope, module)
+    return Selection(
+        "torch", Source.HEURISTIC, reason=reason, version=torch.__version__, fallback=fallback
     )
 
 
-def _traced_reason(model: Any, scope: str | None, module: str | None, epoch: str) -> str | None:
-    """Say why a traced call stays torch's; raise if a request in force forbids that."""
-    reason = model if isinstance(model, str) else only_torch(_sdpa_facts(model))
-    if reason is not None:
-        try:
-            _refused(reason, scope, module)
-        except Unsupported as error:
-            raise traced.through_compiler(error) from None
-    return reason
+def _refused(reason: str, scope: str | None, module: str | None) -> str | None:
+    """Return which request gives way to torch's own function, if one does; raise if it may not."""
+    wanted = wishes(None, None, scope, module)
+    asked = [(str(source), f"asks for {_listed(r.names)}") for source, r in wanted.ordered()]
+    barred = [name for name in wanted.scope.never if name in registry.groups()["torch_sdpa"]]
+    if barred:
+        asked.append(("SCOPE", f"forbids {_listed(barred)}"))
+    if not asked:
+        return None
+    source, wish = asked[0]
+    request = wanted.ordered()[0][1] if wanted.ordered() else wanted.scope
+    policy = request.on_unsupported or wanted.scope.on_unsupported or wanted.on_unsupported
+    if policy == "fallback" and not barred:
+        return f"{source} {wish}, but polyattn does not model {reason}"
+    allow = "" if barred else 'allow torch to step in with on_unsupported="fallback", '
+    raise Unsupported(
+        f"got a call that polyattn does not model ({reason}) and would leave to torch's own "
+        f"scaled_dot_product_attention, expected one for a backend of polyattn, since {source} "
+        f"{wish}. Lift the request around this call, {allow}or pass what polyattn models."
+    )
 
 
-_traced_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _left_to_torch(model: Any, scope: str | None, module: str | None, epoch: str) -> int:
+    """Return -1 for a traced call that polyattn models, else the number under which it is noted.
+
+    A call that a request forbids to leave raises. Of a model's sizes only which are equal is known.
+    """
+    reason = model if isinstance(model, str) else only_torch(_sdpa_facts(model), exact=False)
+    if reason is None:
+        return -1
+    registry.discover()  # which ends the epoch, and with it what was noted
+    try:
+        return traced.noted(_selection(reason, scope, module), torch_sdpa)
+    except Unsupported as error:
+        raise traced.through_compiler(error) from None
+
+
+mark_constant(_left_to_torch)
 
 
 def _sdpa_facts(model: Any) -> SdpaFacts:
@@ -220,17 +298,24 @@ def _sdpa_facts(model: Any) -> SdpaFacts:
     return SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa)
 
 
-def _traced(
+def trace(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
     gqa: Any,
 ) -> Any:  # fmt: skip
-    """Trace one call; what polyattn does not model stays torch's own operator, unless asked."""
+    """Trace one call; what polyattn does not model is left to torch's own operator."""
     scope = _state.scope
     scope = scopes.local.traced or (None if scope is _state else scope)
     p_text, scale_text = traced.as_text(dropout_p), traced.as_text(scale)
     model = model_of_sdpa(q, k, v, attn_mask, p_text, is_causal, scale_text, gqa)
-    if _traced_reason(model, scope, scopes.local.module, _state.epoch) is not None:
-        return torch_sdpa(
+    number = _left_to_torch(model, scope, scopes.local.module, _state.epoch)
+    if number >= 0:
+        traced.note(number)
+        typed = isinstance(dropout_p, (int, float)) and isinstance(scale, (int, float, NoneType))
+        typed = typed and type(is_causal) is bool and type(gqa) is bool
+        if isinstance(model, str) or not typed:
+            return stock(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
+        # an operator that generated code does not look up under the name that routing replaces
+        return torch.ops.aten.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
             enable_gqa=gqa,
         )  # fmt: skip

@@ -29,7 +29,13 @@ __all__ = ["ASKED", "Regions", "is_possible", "regions"]
 
 _ATTRIBUTE = "_polyattn_plans"
 
-ASKED = is_grad_enabled, _is_fwd_grad_enabled, is_inference_mode_enabled, _graph_task, _top_hooks
+ASKED = (
+    is_grad_enabled,
+    is_forward_grad_enabled,
+    is_inference_mode_enabled,
+    may_be_in_backward,
+    saved_tensor_hooks,
+)
 """What :func:`is_possible` asks, for the native extension."""
 
 

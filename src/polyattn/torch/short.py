@@ -115,7 +115,10 @@ def _plainest(q: Any, k: Any, v: Any, layout: Any) -> tuple[Any, Any]:
         return None, None
     if switches() is not None:
         return None, None
-    return next((o[1:3] for o in (known, *known[5]) if o[0](q, k, v)), (None, None))
+    for check, run, operator in (known[:3], *known[5]):
+        if check(q, k, v):
+            return run, operator
+    return None, None
 
 
 def _found(key: Key, q: Any, k: Any, v: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +24,24 @@ from polyattn.admission import admit as admit_call
 from polyattn.choice import Plan, plan_for, wishes
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
+from polyattn.selection import Selection
 from polyattn.torch.cache import switches
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
+from polyattn.torch.internals import mark_constant, order_effects, passed_on
 from polyattn.torch.masking import bind_mask
 from polyattn.torch.model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
 
-__all__ = ["as_text", "attention", "from_text", "refuse", "through_compiler"]
+__all__ = [
+    "as_text",
+    "attention",
+    "from_text",
+    "note",
+    "noted",
+    "refuse",
+    "through_compiler",
+]
 
 
 _plans: dict[int, Plan] = {}
@@ -164,8 +175,7 @@ def _resolve(model: Any, asked: Any, strict: bool) -> str:
     return known
 
 
-# what torch.compiler.assume_constant_result sets, without importing the whole compiler for it
-_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(_resolve)
 
 
 def _resolve_plain(found: Any, asked: Any) -> str:
@@ -176,14 +186,14 @@ def _resolve_plain(found: Any, asked: Any) -> str:
     return _resolve(model, (*asked, None), False)
 
 
-_resolve_plain._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(_resolve_plain)
 
 
 def _number_of(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-_number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(_number_of)
 
 
 def _planned(model: Any, asked: Any) -> str:
@@ -206,6 +216,22 @@ def _planned(model: Any, asked: Any) -> str:
         name = f"kernel_{number}" if operator is None else f"operator_{number}"
         setattr(_state, name, plan.kernel if operator is None else operator)
     return name
+
+
+def noted(selection: Selection, kernel: Callable[..., Any]) -> int:
+    """Return the number under which compiled code notes a selection that has no plan."""
+    _define_note()
+    with scopes.lock:
+        number = next(_counter)
+        _plans[number] = Plan(selection, kernel)
+    return number
+
+
+def note(number: int) -> None:
+    """Trace the note of a call, where selections are recorded."""
+    recorded = _state.recorded
+    if recorded is not _state and recorded != "":
+        torch.ops.polyattn.note(number)
 
 
 _counter = itertools.count()
@@ -240,16 +266,14 @@ def refuse(text: str) -> None:
     raise through_compiler(InvalidProblem(text))
 
 
-refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(refuse)
 
 
 def through_compiler(error: PolyattnError) -> PolyattnError:
     """Return the error as one that the compiler hands on as it is, of the same class."""
-    from torch._dynamo.exc import ShortenTraceback  # which it is not to wrap
-
     kind = type(error)
     name = kind.__qualname__
-    passed = type(name, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    passed = type(name, (kind, passed_on()), {"__module__": kind.__module__})
     made = passed.__new__(passed, *error.args)
     made.__dict__.update(vars(error), first_useful_frame=None)
     return made
@@ -269,8 +293,4 @@ def _define_note() -> None:
             ran.append(_plans[number].selection)
 
     note.register_fake(lambda number: None)
-    try:
-        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-    except ImportError:  # another torch: recorders then see eager calls only
-        return
-    _register_effectful_op(torch.ops.polyattn.note.default, _EffectType.ORDERED)
+    order_effects(torch.ops.polyattn.note.default)

@@ -21,6 +21,7 @@ from polyattn.torch.internals.compiling import (
     DYNAMO_CONFIG,
     INDUCTOR_CONFIG,
     READS_OF_MODULES,
+    break_graph,
     cache_entries,
     compiled_frames,
     compiles_calls,
@@ -32,9 +33,11 @@ from polyattn.torch.internals.compiling import (
     frame_conversion,
     inductor_config,
     inline_as,
+    is_compiler_loaded,
     mark_any_length,
     mark_constant,
     order_effects,
+    passed_on,
     recompile_limit_hit,
     register_jit_builtin,
     require_cpp_compiler,
@@ -76,6 +79,7 @@ from polyattn.torch.internals.operators import (
     is_allowed,
     math_attention,
     missing_operator,
+    present_operator,
     replace_operator,
     torch_sdpa,
 )
@@ -85,6 +89,7 @@ from polyattn.torch.internals.rows import (
     Private,
 )
 from polyattn.torch.internals.state import (
+    are_overrides_on,
     are_transforms_active,
     below_autograd,
     current_graph_task,
@@ -107,6 +112,11 @@ from polyattn.torch.internals.state import (
 )
 
 __all__ = [
+    "are_overrides_on",
+    "present_operator",
+    "passed_on",
+    "is_compiler_loaded",
+    "break_graph",
     "DYNAMO_CONFIG",
     "INDUCTOR_CONFIG",
     "LOOKED_AT",

@@ -18,6 +18,9 @@ from torch import Tensor
 from polyattn.torch.internals.rows import deferred, noted
 
 __all__ = [
+    "break_graph",
+    "is_compiler_loaded",
+    "passed_on",
     "DYNAMO_CONFIG",
     "INDUCTOR_CONFIG",
     "READS_OF_MODULES",
@@ -217,6 +220,31 @@ def order_effects(operator: Any) -> None:
         register(operator, kinds.ORDERED)
     if sink is not None:
         torch.fx.node.has_side_effect(sink)  # torch 2.9 forgot, so that its Inductor drops effects
+
+
+_passed_on = deferred(
+    "torch._dynamo.exc.ShortenTraceback",
+    "errors that are raised while tracing reach the caller wrapped in the compiler's own",
+    type("Wrapped", (Exception,), {}),
+)
+
+
+def passed_on() -> type[Exception]:
+    """Return the class of errors that the compiler hands on as they are; see `traced`."""
+    return _passed_on()  # type: ignore[no-any-return]
+
+
+_break = deferred("torch._dynamo.graph_break", "the graph goes on: torch says what it cannot trace")
+
+
+def break_graph() -> None:
+    """End the graph here, which ``fullgraph=True`` refuses."""
+    _break()()
+
+
+def is_compiler_loaded() -> bool:
+    """Say whether anything may have been compiled in this process."""
+    return "torch._dynamo" in sys.modules
 
 
 _limit_hit = deferred(

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from polyattn.torch.internals.rows import MISSING, noted, private
 
 __all__ = [
+    "are_overrides_on",
     "are_transforms_active",
     "below_autograd",
     "current_graph_task",
@@ -96,6 +97,13 @@ dispatch_modes: Callable[[], int] = private(
     lambda: 1,
 )
 """How many dispatch modes (fake tensors, tracing) are in force."""
+
+are_overrides_on: Callable[[], bool] = private(
+    "torch._C._is_torch_function_enabled",
+    "tensor subclasses are taken to override everywhere",
+    lambda: True,
+)
+"""Whether ``__torch_function__`` of tensor subclasses is called here."""
 
 tracing_state: Callable[[], Any] = private(
     "torch._C._get_tracing_state",
