@@ -90,148 +90,156 @@ def model_of_plain(found: Any) -> Any:
 def model_of(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, exact: bool
 ) -> tuple[Any, Any, Any]:
-    """Return what is empty of (B, T, S, N) as sizes, the simplified mask, and the model.
+    """Return what may be empty of (B, T, S, N) as sizes, the simplified mask, and the model.
 
     The model is nested tuples of constants, or None where only an `exact` one can be made: with
     symbolic lengths T, S and B rounded up to powers of two, in the order that they have and apart
-    from each other and from N where they differ.
-
-    Its functions are nested ones because a compiler guards every global function, at each call.
+    from each other and from the other sizes where they differ.
     """
+    rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout) if isinstance(layout, str) else None
+    fits = rank is not None and isinstance(q, Tensor) and isinstance(k, Tensor)
+    fits = fits and isinstance(v, Tensor) and not (q.is_nested or k.is_nested or v.is_nested)
+    fits = fits and q.dim() == rank and k.dim() == rank and v.dim() == rank
+    sizes, stand_ins = (1, 1, 1, 1), _StandIns(exact)
+    if fits:
+        ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
+        t, s = q.shape[ti], k.shape[ti]
+        b = _sequences(mask) if layout == "packed" else q.shape[0]
+        if isinstance(mask, Mask) and layout != "packed":
+            mask = simplify(mask, t, s)
+        if not exact:
+            others = (q.shape[ni], k.shape[ni], q.shape[-1], v.shape[-1])
+            stand_ins.find(b, t, s, others, mask is not None or bias is not None)
+        sizes = b, t, s, q.shape[ni]
+    elif not exact:
+        return sizes, mask, None
+    model = (
+        stand_ins.array(q), stand_ins.array(k), stand_ins.array(v), stand_ins.holder(mask),
+        stand_ins.holder(bias), None if sinks is None else stand_ins.array(sinks),
+    )  # fmt: skip
+    return sizes, mask, None if stand_ins.fall_short else model
 
-    def round_up(size: int) -> int:
-        # by comparisons only, which guard a range of a symbolic size
-        bound = 1
-        while bound < size:
-            bound *= 2
-        return bound if size else 0
 
-    def number_of(size: int) -> int:
-        low, high = 0, round_up(size)
-        while low < high:
-            middle = (low + high) // 2
-            if size <= middle:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+def _round_up(size: int) -> int:
+    """Return the next power of two, by comparisons only: they guard a range of a symbolic size."""
+    bound = 1
+    while bound < size:
+        bound *= 2
+    return bound if size else 0
 
-    def apart(stand_in: int, size: int, others: list[tuple[int, int]]) -> int:
-        clash = True
-        while clash:
-            clash = False
-            for other, taken in others:
-                if stand_in == taken and size != other:
-                    stand_in *= 2
-                    clash = True
-        return stand_in
 
-    stands: list[tuple[int, int]] = []  # sizes and what stands in for them
-    unknown = [False]
-    t = s = n = b = stands_for_t = stands_for_s = 1
+def _number_of(size: int) -> int:
+    """Return the size itself as a constant."""
+    low, high = 0, _round_up(size)
+    while low < high:
+        middle = (low + high) // 2
+        if size <= middle:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
-    def modelled(size: int) -> int:
-        if exact:
-            return number_of(size)
-        for known, stand_in in stands:
+
+def _apart(stand_in: int, size: int, others: list[tuple[int, int]]) -> int:
+    """Double a stand-in until no other size has it."""
+    clash = True
+    while clash:
+        clash = False
+        for other, taken in others:
+            if stand_in == taken and size != other:
+                stand_in *= 2
+                clash = True
+    return stand_in
+
+
+class _StandIns:
+    """What stands in for the sizes of one call, and its arguments described by that."""
+
+    def __init__(self, exact: bool) -> None:
+        self.exact = exact
+        self.pairs: list[tuple[int, int]] = []  # sizes and what stands in for them
+        self.fall_short = False  # a size was met that nothing stands in for
+        self.rows = (1, 1)  # T, and what stands in for it
+
+    def find(self, b: int, t: int, s: int, others: tuple[int, ...], has_arrays: bool) -> None:
+        """Choose what stands in for B, T and S; where arrays are compared with them, apart."""
+        fixed = [(1, 1)]
+        for x in others:
+            fixed.append((x, _number_of(x)))
+        for_t, for_s = _round_up(t), _round_up(s)
+        if has_arrays:
+            for_t, for_s = _apart(for_t, t, fixed), _apart(for_s, s, fixed)
+        if t == s:
+            for_s = for_t
+        elif t < s:
+            while for_s <= for_t:
+                for_s = _apart(for_s * 2, s, fixed)
+        else:
+            while for_t <= for_s:
+                for_t = _apart(for_t * 2, t, fixed)
+        self.pairs = [*fixed, (t, for_t), (s, for_s)]
+        self.rows = t, for_t
+        if b != t and b != s:
+            self.pairs.append((b, _apart(_round_up(b), b, self.pairs)))
+        # packed sequences are told by one number more than there are of them
+        self.pairs.append((b + 1, _apart(self.of(b) + 1, b + 1, self.pairs)))
+
+    def of(self, size: int) -> int:
+        if self.exact:
+            return _number_of(size)
+        for known, stand_in in self.pairs:
             if size == known:
                 return stand_in
-        unknown[0] = True
-        return number_of(size)
+        self.fall_short = True
+        return _number_of(size)
 
-    def array(x: Any, last: int | None = None) -> Any:
-        """Describe an array; `last`: how many of its dims may not be stood in for."""
+    def array(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return (_OTHER, type(x).__name__)
         if x.is_nested or x.layout != torch.strided:
             form = "nested" if x.is_nested else "sparse"
             return (_ARRAY, (), x.dtype, str(x.device), x.requires_grad, True, form)
         unit = x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1
-        shape = tuple([modelled(size) for size in x.shape])
+        shape = tuple([self.of(size) for size in x.shape])
         return (_ARRAY, shape, x.dtype, str(x.device), x.requires_grad, unit, "strided")
 
-    def argument(x: Any, boolean: bool = False) -> Any:
+    def argument(self, x: Any, boolean: bool = False) -> Any:
         if isinstance(x, Tensor):
-            return array(x)
+            return self.array(x)
         if isinstance(x, tuple):  # a list of the caller's, whose numbers nothing rests on
             dtype = torch.bool if boolean else torch.int64
-            shape = tuple([modelled(size) for size in shape_of(x)])
+            shape = tuple([self.of(size) for size in shape_of(x)])
             return (_ARRAY, shape, dtype, "cpu", False, True, "strided")
-        return number_of(x) if isinstance(x, int) and not isinstance(x, bool) else x
+        return _number_of(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
-    def blocks(leaf: Any) -> Any:
-        """A block map has dims that are counts of blocks: they are compared here."""
-        counts = leaf.counts.shape if isinstance(leaf.counts, Tensor) else None
-        if exact or counts is None:
-            return (type(leaf), tuple([argument(x) for x in leaf.arguments]))
-        block_q, block_k = number_of(leaf.block_q), number_of(leaf.block_k)
+    def blocks(self, leaf: Any) -> Any:
+        """Describe a block map, of whose dims some count blocks: these are compared here."""
+        if self.exact or not isinstance(leaf.counts, Tensor):
+            return (type(leaf), tuple([self.argument(x) for x in leaf.arguments]))
+        block_q, block_k = _number_of(leaf.block_q), _number_of(leaf.block_k)
+        t, for_t = self.rows
+        counts = leaf.counts.shape
         if counts[2] != -(-t // block_q):
-            unknown[0] = True
-        rows, most = -(-stands_for_t // block_q), number_of(leaf.indices.shape[3])
-        shape = (modelled(counts[0]), modelled(counts[1]), rows)
+            self.fall_short = True
+        shape = (self.of(counts[0]), self.of(counts[1]), -(-for_t // block_q))
         found = []
-        for x, dims in ((leaf.indices, (*shape, most)), (leaf.counts, shape)):
+        for x, dims in (
+            (leaf.indices, (*shape, _number_of(leaf.indices.shape[3]))),
+            (leaf.counts, shape),
+        ):
             found.append((_ARRAY, dims, x.dtype, str(x.device), False, True, "strided"))
         return (type(leaf), (block_q, block_k, *found))
 
-    def holder(x: Any) -> Any:
+    def holder(self, x: Any) -> Any:
         if isinstance(x, Mask):
             if x.parts:
-                return (type(x), (tuple([holder(part) for part in x.parts]),))
+                return (type(x), (tuple([self.holder(part) for part in x.parts]),))
             if isinstance(x, BlockMap):
-                return blocks(x)
-            return (type(x), tuple([argument(a, isinstance(x, Dense)) for a in x.arguments]))
+                return self.blocks(x)
+            return (type(x), tuple([self.argument(a, isinstance(x, Dense)) for a in x.arguments]))
         if isinstance(x, Bias):
-            return (type(x), (array(x.payload),))
+            return (type(x), (self.array(x.payload),))
         return None if x is None else (_OTHER, type(x).__name__, isinstance(x, Tensor))
-
-    def inputs() -> Any:
-        return (
-            array(q), array(k), array(v), holder(mask), holder(bias),
-            None if sinks is None else array(sinks),
-        )  # fmt: skip
-
-    rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout) if isinstance(layout, str) else None
-    fits = rank is not None and isinstance(q, Tensor) and isinstance(k, Tensor)
-    fits = fits and isinstance(v, Tensor) and not (q.is_nested or k.is_nested or v.is_nested)
-    fits = fits and q.dim() == rank and k.dim() == rank and v.dim() == rank
-    if not fits:
-        return (1, 1, 1, 1), mask, inputs() if exact else None
-    ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
-    t, s, n = q.shape[ti], k.shape[ti], q.shape[ni]
-    b = 1 if layout == "packed" else q.shape[0]
-    if isinstance(mask, Mask) and layout != "packed":
-        mask = simplify(mask, t, s)
-    if not exact:
-        fixed = [(1, 1)]
-        for x in (q.shape[ni], k.shape[ni], q.shape[-1], v.shape[-1]):
-            fixed.append((x, number_of(x)))
-        stands_for_t, stands_for_s = round_up(t), round_up(s)
-        if mask is not None or bias is not None:  # whose arrays are compared with these
-            stands_for_t = apart(stands_for_t, t, fixed)
-            stands_for_s = apart(stands_for_s, s, fixed)
-        if t == s:
-            stands_for_s = stands_for_t
-        elif t < s:
-            while stands_for_s <= stands_for_t:
-                stands_for_s = apart(stands_for_s * 2, s, fixed)
-        else:
-            while stands_for_t <= stands_for_s:
-                stands_for_t = apart(stands_for_t * 2, t, fixed)
-        stands = [*fixed, (t, stands_for_t), (s, stands_for_s)]
-        if layout == "packed":
-            stands_for_b = 1
-            sequences = _sequences(mask)
-            if sequences is not None:
-                stands_for_b = round_up(sequences)
-                stands.append((sequences + 1, stands_for_b + 1))
-                stands.append((sequences, stands_for_b))
-        elif b != t and b != s:
-            stands.append((b, apart(round_up(b), b, stands)))
-    model = inputs()
-    if layout == "packed" and _sequences(mask) is not None:
-        b = _sequences(mask)
-    return (b, t, s, n), mask, None if unknown[0] else model
 
 
 def model_of_sdpa(
@@ -274,11 +282,12 @@ def model_of_sdpa(
 
 
 def _sequences(mask: Any) -> Any:
+    """Return how many sequences are packed; 1 where no mask says it, which admission refuses."""
     if isinstance(mask, Mask):
         for leaf in mask.leaves():
             if type(leaf).__name__ == "Packed" and isinstance(leaf.arguments[0], Tensor):
                 return leaf.arguments[0].shape[0] - 1
-    return None
+    return 1
 
 
 def facts_of(x: Any) -> ArrayFacts | Other:
