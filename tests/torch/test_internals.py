@@ -102,9 +102,6 @@ def test_the_compiler_calls_what_is_marked_constant_while_it_traces() -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.xfail(
-    reason="polyattn.torch.{api,cache,dropin,traced} hold private names of their own yet"
-)
 def test_without_any_of_the_names_polyattn_is_imported_and_attends(tmp_path: Path) -> None:
     """In a torch that lacks all names but those that torch's own code needs at every step."""
     code = """
