@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function
 
 from polyattn import scopes
@@ -156,7 +155,8 @@ def stock(
     if is_dynamo_compiling():
         if function is torch_sdpa:  # which compilers dispatch by themselves
             return torch_sdpa(q, k, v, **options)
-        if CausalBias in kinds:  # which calls on with plain tensors
+        # a CausalBias calls on with plain tensors
+        if "torch.nn.attention.bias" in [kind.__module__ for kind in kinds]:
             return handle_torch_function(function, arrays, q, k, v, **options)
         break_graph()
     override = handle_torch_function
