@@ -66,6 +66,8 @@ def test_importing_the_torch_part_changes_no_switch_of_torch(tmp_path: Path) -> 
         import json, os, warnings
         import torch
 
+        warnings.simplefilter("ignore")  # torch 2.9 warns of its own getters
+
         def switches():
             backends, cuda = torch.backends, torch.backends.cuda
             return {

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from polyattn.errors import MissingDependency  # noqa: E402
 from polyattn.torch import internals  # noqa: E402
-from polyattn.torch.internals import modules, rows, state, switches  # noqa: E402
+from polyattn.torch.internals import memory, modules, rows, state, switches  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -87,6 +87,9 @@ def test_the_slower_ways_say_the_same() -> None:
         assert internals.is_allowed[name]() is public()
     assert (state.tracing_state() is None) is not torch.jit.is_tracing()
     assert switches.matmul_precision() == torch.get_float32_matmul_precision()
+    views = torch.arange(12.0).view(3, 4)[1:, 2:], torch.ones(5, dtype=torch.float16)[3:]
+    for x in (*views, torch.empty(0)):
+        assert memory.read_address(x) == memory.address_of(x) == x.data_ptr()
 
 
 def test_the_compiler_calls_what_is_marked_constant_while_it_traces() -> None:

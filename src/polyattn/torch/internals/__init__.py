@@ -45,6 +45,7 @@ from polyattn.torch.internals.compiling import (
     tensor_guards,
 )
 from polyattn.torch.internals.differentiation import (
+    OneLevelFunction,
     any_requires_grad,
     apply_here,
     below,
@@ -123,6 +124,7 @@ __all__ = [
     "OPERATORS_MODULE",
     "READS_OF_MODULES",
     "ROWS",
+    "OneLevelFunction",
     "Private",
     "address_of",
     "any_requires_grad",

@@ -44,7 +44,7 @@ def checkpointed_regions(frame: FrameType | None) -> Iterator[tuple[Any, bool]]:
         elif code.co_filename == _FILE:
             if code.co_name == "unpack_hook":
                 region, again = frame.f_locals.get("frame"), True
-            elif code.co_name == "checkpoint":
+            elif code.co_name in ("checkpoint", "_checkpoint_impl"):  # the latter since 2.15
                 inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
                 region = None if inner is None else inner.f_locals.get("new_frame")
         if region is not None:

@@ -13,6 +13,7 @@ from polyattn.torch.internals.rows import MISSING, deferred, noted, private
 from polyattn.torch.internals.state import are_transforms_active
 
 __all__ = [
+    "OneLevelFunction",
     "any_requires_grad",
     "apply_here",
     "below",
@@ -90,13 +91,21 @@ _one_level = deferred(
 )
 
 
-def apply_here(function: type[torch.autograd.Function], *args: Any) -> Any:
+OneLevelFunction: Any = private(
+    "torch.autograd.function._SingleLevelFunction",
+    "native_cpu's operators are not differentiated under a transform: torch refuses",
+    torch.autograd.Function,
+)
+"""The base of functions that `apply_here` takes."""
+
+
+def apply_here(function: Any, *args: Any) -> Any:
     """Apply a function at the Autograd key of an operator, to one level of transforms.
 
-    `Function.apply` would hand it to all levels, of which the operator sees one at a time.
+    ``torch.autograd.Function`` would be handed to all, of which the operator sees one at a time.
     """
     with _one_level()():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return function.apply(*args)
 
 
 # --- the vmap inside of torch.autograd.grad(is_grads_batched=True) ---

@@ -10,13 +10,23 @@ from polyattn.torch.internals.rows import private
 
 __all__ = ["address_of", "is_lazy_copy", "is_zero_tensor"]
 
-_data_address: Callable[[Tensor], int] = private(
+_storage_starts: Callable[[Tensor], int] | None = private(
     "torch._C._data_address",
     "Tensor.const_data_ptr, public since 2.13, is called, or Tensor.data_ptr, by which tensors "
     "that are to be copied on write are copied",
-    Tensor.data_ptr,
+    None,
 )
-address_of: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", _data_address)
+
+
+def read_address(x: Tensor) -> int:
+    """Return the address to read at, in a torch without Tensor.const_data_ptr."""
+    if _storage_starts is None:
+        return x.data_ptr()
+    # of its storage, whatever torch's own docstring says
+    return _storage_starts(x) + int(x.storage_offset()) * x.element_size()
+
+
+address_of: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", read_address)
 """The address to read at; tensors that are to be copied on write stay uncopied."""
 
 is_lazy_copy: Callable[[Tensor], bool] = private(

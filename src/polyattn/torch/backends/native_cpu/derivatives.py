@@ -31,6 +31,7 @@ from polyattn.torch.backends.native_cpu.operator import (
     nothing,
 )
 from polyattn.torch.internals import (
+    OneLevelFunction,
     apply_here,
     below,
     below_function,
@@ -41,7 +42,7 @@ from polyattn.torch.internals import (
 __all__: list[str] = []
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OneLevelFunction):
     """The forward operator at one level; its lse is always computed, and kept."""
 
     @staticmethod
@@ -74,7 +75,7 @@ class _Attention(torch.autograd.Function):
         return None, *given, *(None,) * 6
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(OneLevelFunction):
     """The backward operator at one level; out and lse are what q, k and v make them."""
 
     @staticmethod
@@ -127,7 +128,7 @@ def _defined_gradients(
 
 
 def _differentiated(
-    operator: Any, function: type[torch.autograd.Function], defined: Callable[..., Any]
+    operator: Any, function: Any, defined: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return what an operator does at the Autograd key."""
 
