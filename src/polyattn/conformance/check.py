@@ -86,15 +86,28 @@ def subject(case: Case, device: str = "cpu") -> Subject:
     return Subject(case, inputs, call, seen, naive(inputs, seen), ~seen.any(-1), baseline)
 
 
-def examine(subject: Subject, backend: Backend) -> Verdict:
-    """Ask the backend; run what it accepts, and what it refuses for one reason only."""
-    problem = subject.call.problem
+def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdict:
+    """Ask the backend; run what it accepts, and what it refuses for one reason only.
+
+    `compiled`: what it accepts runs inside ``torch.compile(fullgraph=True)``; refusals are taken as
+    they are, since the kernels behind them are those of eager calls.
+    """
+    problem = subject.call.problem.with_(compiled=compiled)
     reasons = backend.check(problem)
+    if reasons and compiled:
+        return Verdict("refused", "; ".join(map(str, reasons)))
     if reasons:
         return _refusal(subject, backend, reasons)
 
+    def call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+        return attention(q, k, v, **options, backend=backend.name)
+
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+
     def run(inputs: Inputs) -> Any:
-        return attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend=backend.name)
+        return call(inputs.q, inputs.k, inputs.v, inputs.options)
 
     promised = backend.capabilities_for(problem.device)
     repeats = (promised.deterministic, promised.deterministic_backward)

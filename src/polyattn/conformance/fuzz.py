@@ -37,13 +37,14 @@ INTERRUPTED = 130
 
 def run(
     problems: int, seed: int = 0, backend: str | None = None, progress: Progress | None = None,
-    time_limit: float | None = None, device: str = "cpu",
+    time_limit: float | None = None, device: str = "cpu", compiled: bool = False,
 ) -> Report:  # fmt: skip
     """Draw `problems` cases from `seed` and examine the backends; Ctrl-C ends it early.
 
     `backend`: a name or a group, which is examined on every case; by default all of torch's, slow
-    ones on every tenth. ``progress(done, report)`` is called
-    after each case. `time_limit` in seconds.
+    ones on every tenth. `compiled`: inside ``torch.compile``, which takes a compilation for each
+    case and backend; all of torch's then take their turns, one a case. ``progress(done, report)``
+    is called after each case. `time_limit` in seconds.
     """
     report = Report(seed, problems, device)
     began = time.perf_counter()
@@ -56,7 +57,9 @@ def run(
             asked = [
                 b for b in backends if backend is not None or done % _EVERY.get(b.name, 1) == 0
             ]
-            _one(report, random_case(rng), asked, device)
+            if compiled and backend is None:
+                asked = [backends[done % len(backends)]]
+            _one(report, random_case(rng), asked, device, compiled)
             report.problems = done
             if done % _FORGET == 0:
                 scopes.invalidate()
@@ -71,10 +74,12 @@ def run(
     return report
 
 
-def run_case(case: Case, backend: str | None = None, device: str = "cpu") -> dict[str, Verdict]:
+def run_case(
+    case: Case, backend: str | None = None, device: str = "cpu", compiled: bool = False
+) -> dict[str, Verdict]:
     """Examine one case; the verdicts by backend."""
-    built = subject(case, device)
-    return {one.name: examine(built, one) for one in _backends(Report(0, 1), backend, device)}
+    built, every = subject(case, device), _backends(Report(0, 1), backend, device)
+    return {one.name: examine(built, one, compiled) for one in every}
 
 
 def _backends(report: Report, asked: str | None, device: str) -> list[Backend]:
@@ -100,22 +105,26 @@ def _backends(report: Report, asked: str | None, device: str) -> list[Backend]:
     return found
 
 
-def _one(report: Report, case: Case, backends: Sequence[Backend], device: str) -> None:
+def _one(
+    report: Report, case: Case, backends: Sequence[Backend], device: str, compiled: bool
+) -> None:
     built = subject(case, device)
     for backend in backends:
-        verdict = examine(built, backend)
+        verdict = examine(built, backend, compiled)
         smallest = None
         if verdict.fails and _seen(report, backend.name, verdict.outcome) < _SHRUNK:
-            smallest = shrink(case, _fails_alike(backend, verdict, device))
-            verdict = examine(subject(smallest, device), backend)
+            smallest = shrink(case, _fails_alike(backend, verdict, device, compiled))
+            verdict = examine(subject(smallest, device), backend, compiled)
         report.add(case, backend.name, verdict, smallest)
 
 
-def _fails_alike(backend: Backend, verdict: Verdict, device: str) -> Callable[[Case], bool]:
+def _fails_alike(
+    backend: Backend, verdict: Verdict, device: str, compiled: bool
+) -> Callable[[Case], bool]:
     what = verdict.detail.partition(":")[0]
 
     def fails(case: Case) -> bool:
-        again = examine(subject(case, device), backend)
+        again = examine(subject(case, device), backend, compiled)
         return again.outcome == verdict.outcome and again.detail.partition(":")[0] == what
 
     return fails
@@ -151,8 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main_case(args, console)
         with bar(args.problems, errors) as progress:
             report = run(
-                args.problems, args.seed, args.backend, progress, args.time_limit, args.device
-            )
+                args.problems, args.seed, args.backend, progress, args.time_limit, args.device,
+                args.compiled,
+            )  # fmt: skip
     except (UnknownBackend, InvalidProblem, PolyattnError) as error:
         errors.print(f"polyattn fuzz: {error}", style="red", highlight=False, markup=False)
         return 2
@@ -179,7 +189,7 @@ def _nothing_tested(report: Report) -> str:
 
 def _main_case(args: argparse.Namespace, console: Console) -> int:
     case = Case.from_spec(args.case)
-    verdicts = run_case(case, args.backend, args.device)
+    verdicts = run_case(case, args.backend, args.device, args.compiled)
     suspects = [name for name, v in verdicts.items() if v.fails or v.able]
     if args.json:
         rows = {name: vars(verdict) for name, verdict in verdicts.items()}
@@ -201,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", metavar="NAME", help="one backend or a group instead of all")
     add("--case", metavar="SPEC", help="one case, as a failure's line gives it")
     add("--device", default="cpu", help="cpu (default) or cuda")
+    add("--compiled", action="store_true", help="inside torch.compile(fullgraph=True)")
     add("--time-limit", type=float, metavar="SECONDS", help="stop after the case that passes it")
     add("--threads", type=_count, default=1, metavar="N", help="torch's threads (default 1)")
     add("--json", action="store_true", help="print the report as JSON")
