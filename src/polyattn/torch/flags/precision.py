@@ -184,6 +184,11 @@ def _reductions() -> Iterator[Access]:
         "Whether float16 products may be accumulated in float16: faster on some GPUs, coarse.",
     )  # fmt: skip
     yield knob(
+        "cuda.matmul.prefer_cublaslt_grouped_gemm",
+        *switch("cuda.matmul.prefer_cublaslt_grouped_gemm"),
+        "Whether products of groups of matrices prefer cuBLASLt.", since="2.15",
+    )  # fmt: skip
+    yield knob(
         "cpu.allow_fp16_reduced_precision_reduction",
         *switch("cpu.allow_fp16_reduced_precision_reduction"),
         "Whether the CPU may sum float16 products in float16 (ARM).", lacks=_no_fp16_sums,

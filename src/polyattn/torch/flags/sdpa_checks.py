@@ -1,6 +1,6 @@
 """What torch's own dispatcher asks of a call before it takes one of its attention kernels.
 
-Each check of `sdp_utils_cpp.{h,cpp}` and `cuda/sdp_utils.cpp` (torch 2.9 to 2.13) is told here
+Each check of `sdp_utils_cpp.{h,cpp}` and `cuda/sdp_utils.cpp` (torch 2.9 to 2.15) is told here
 once, as reasons with the fact names of :class:`polyattn.capabilities.Capabilities`; all of them
 are looked at, where torch stops at the first. Devices, dtypes and compute capabilities are not
 told again: they are those that the backend declares.
@@ -11,9 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from polyattn.capabilities import Reason, arch_number
 
 __all__ = ["CHECKS", "Array", "SdpaCall", "faults"]
+
+
+# torch 2.13 has its flash kernel for CPUs apply both a mask and the causal flag, 2.15 never
+_MASK_OR_CAUSAL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ def faults(call: SdpaCall) -> Iterator[Reason]:
         yield Reason("storage", "a sparse tensor or a nested mask", "strided tensors")
     if min(x.rank for _, x in call.inputs) < 2:
         yield Reason("rank", _each(call, lambda x: x.rank), "2 and more dims")
+    if _MASK_OR_CAUSAL:
+        yield from _mask_or_causal(call)
     mask = call.mask
     if mask is not None and mask.dtype not in ("bool", "float32", call.query.dtype):
         yield Reason("mask", f"an attn_mask of {mask.dtype} beside {call.query.dtype}",
@@ -99,6 +107,11 @@ def faults(call: SdpaCall) -> Iterator[Reason]:
     if keys != values_ and not call.empty and call.key.form == call.value.form == "dense":
         # the fused kernels are not kept from it: they read past the end of the values
         yield Reason("value length", f"{values_} for {keys} keys", "as many values as keys")
+
+
+def _mask_or_causal(call: SdpaCall) -> Iterator[Reason]:
+    if call.is_causal and call.mask is not None:
+        yield Reason("mask", "an attn_mask beside is_causal=True", "one of them")
 
 
 def _flash_cpu(call: SdpaCall) -> Iterator[Reason]:
@@ -187,8 +200,7 @@ def _cudnn(call: SdpaCall) -> Iterator[Reason]:
 
 
 def _math(call: SdpaCall) -> Iterator[Reason]:
-    if call.is_causal and call.mask is not None:
-        yield Reason("mask", "an attn_mask beside is_causal=True", "one of them")
+    yield from _mask_or_causal(call)
     if call.dropout > 1:
         yield Reason("dropout", f"dropout_p={call.dropout}", "0 to 1")
     if any(x.form == "nested" for _, x in call.inputs):

@@ -95,6 +95,10 @@ _SWITCHES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cuda.matmul.allow_fp16_accumulation": (
         "_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation", {},
     ),
+    "cuda.matmul.prefer_cublaslt_grouped_gemm": (
+        "_get_cublaslt_prefer_grouped_gemm", "_set_cublaslt_prefer_grouped_gemm",
+        {"seen": ("2.15",)},
+    ),
     "cpu.allow_fp16_reduced_precision_reduction": (
         "_get_cpu_allow_fp16_reduced_precision_reduction",
         "_set_cpu_allow_fp16_reduced_precision_reduction", {},
