@@ -10,16 +10,25 @@ a reason.
 from __future__ import annotations
 
 import importlib
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from polyattn import scopes, settings
-from polyattn.capabilities import Capabilities, Reason
-from polyattn.errors import PolyattnError, UnknownBackend, near_matches
+from polyattn.backend import (
+    FAULTS,
+    FRAMEWORKS,
+    Available,
+    Backend,
+    Key,
+    Missing,
+    Probe,
+    answer,
+    check_backend,
+    told,
+)
+from polyattn.errors import PolyattnError, UnknownBackend
 from polyattn.facts import Facts
 from polyattn.problem import Problem
 from polyattn.spelling import spelt, unknown
@@ -30,102 +39,8 @@ __all__ = [
 ]  # fmt: skip
 
 GROUP = "polyattn.backends"
-FRAMEWORKS = ("torch", "jax", "numpy")
-"""Whose arrays a backend may run."""
 IN_TREE = ("polyattn.declared.torch_backends",)
 """Modules that declare this package's backends; they import no framework."""
-
-_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
-_FAULTS = (Exception, SystemExit)
-"""What a backend's own code may raise without ending the program."""
-Key = tuple[str, str]  # framework, name
-
-
-@dataclass(frozen=True)
-class Available:
-    """The backend can be loaded here. `devices` are those of its devices that are present."""
-
-    version: str
-    detail: str = ""
-    devices: frozenset[str] | None = None
-
-
-@dataclass(frozen=True)
-class Missing:
-    """The backend cannot be loaded here, and what would change that."""
-
-    reason: str
-    how_to_get_it: str
-
-
-Probe = Available | Missing
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A named way to run attention on one framework's arrays.
-
-    `capabilities`: one declaration, or several of which the first that names the problem's
-    device counts. `probe`: ``() -> Available | Missing``, importing nothing heavy.
-    `load`: ``() -> prepare``, where ``prepare(problem, config) -> kernel`` and
-    ``kernel(q, k, v, mask, bias, sinks)`` gives ``out``, or ``(out, lse)`` if `problem.lse`;
-    arrays arrive in the problem's layout. Of a paged problem, k and v are the pages and the kernel
-    takes ``(block_table, lengths)`` as a last argument.
-    `extra`: ``(problem) -> reasons`` for what a table cannot say.
-    `package`: the distribution that a dry run looks up in the facts it was given.
-    `configs`: ``(problem) -> configurations`` that tuning may choose among, beside ``{}``.
-    `foretell`: ``(facts) -> Available | Missing``, the probe of a machine that one does not have.
-    """
-
-    name: str
-    framework: str
-    capabilities: Capabilities | tuple[Capabilities, ...]
-    probe: Callable[[], Probe]
-    load: Callable[[], Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]]
-    extra: Callable[[Problem], Iterable[Reason]] | None = None
-    package: str | None = None
-    summary: str = ""
-    configs: Callable[[Problem], Iterable[Mapping[str, Any]]] | None = None
-    foretell: Callable[[Facts], Probe] | None = None
-
-    @property
-    def key(self) -> Key:
-        """The framework and the name, by which a registry knows the backend."""
-        return self.framework, self.name
-
-    @property
-    def how_to_mend(self) -> str:
-        """What to do where the backend's own code is at fault."""
-        return f"mend or uninstall the package that brings {self.name}"
-
-    def capabilities_for(self, device: str) -> Capabilities:
-        """Return the declaration for `device` (the first one if none names it)."""
-        declared = self.capabilities
-        every = declared if isinstance(declared, tuple) else (declared,)
-        return next((c for c in every if device in c.devices), every[0])
-
-    def check(self, problem: Problem) -> tuple[Reason, ...]:
-        """Return every reason against running `problem`, available or not.
-
-        A declaration that raises, or that gives anything else than reasons, is a reason itself.
-        """
-        return (
-            *self._reasons(
-                "capabilities", lambda: self.capabilities_for(problem.device).check(problem)
-            ),
-            *self._reasons("extra", lambda: self.extra(problem) if self.extra else ()),
-        )
-
-    def _reasons(self, part: str, ask: Callable[[], Iterable[Reason]]) -> tuple[Reason, ...]:
-        try:
-            found = tuple(ask())
-            wrong = [reason for reason in found if not isinstance(reason, Reason)]
-            said = f"{wrong[0]!r} from its {part}" if wrong else None
-        except _FAULTS as error:
-            said, found = f"{_told(error)} from its {part}", ()
-        return (
-            found if said is None else (Reason("declaration", said, "Reasons", self.how_to_mend),)
-        )
 
 
 class Registry:
@@ -148,7 +63,7 @@ class Registry:
 
     def register(self, backend: Backend) -> Backend:
         """Add a backend; a name that its framework has already, or no name at all, is an error."""
-        _check(backend)
+        check_backend(backend)
         with self._lock:
             self._declare()  # first come, first served: this package's names are taken already
             if backend.key in self._backends or backend.key in self._groups:
@@ -246,22 +161,20 @@ class Registry:
         """Ask whether a backend can be loaded here; a probe that raises or lies is Missing."""
         backend = which if isinstance(which, Backend) else self[which]
         if backend.key not in self._probed:
-            self._probed[backend.key] = _answer(backend, backend.probe)
+            self._probed[backend.key] = answer(backend, backend.probe)
         return self._probed[backend.key]
 
     def foretell(self, backend: Backend, facts: Facts) -> Probe | None:
         """Ask for the probe of another machine; None where the backend foretells nothing."""
         foretell = backend.foretell
-        return None if foretell is None else _answer(backend, lambda: foretell(facts))
+        return None if foretell is None else answer(backend, lambda: foretell(facts))
 
     def configurations(self, backend: Backend, problem: Problem) -> list[dict[str, Any]]:
         """Return what tuning may choose among, ``{}`` first; none of a `configs` that raises."""
         try:
             return [{}, *(dict(c) for c in (backend.configs(problem) if backend.configs else ()))]
-        except _FAULTS as error:
-            self.faults[f"{backend.name} ({backend.framework})"] = (
-                f"{_told(error)} from its configs"
-            )
+        except FAULTS as error:
+            self.faults[f"{backend.name} ({backend.framework})"] = f"{told(error)} from its configs"
             return [{}]
 
     def distrust(self, which: Backend | str | Key, fault: str) -> None:
@@ -278,9 +191,8 @@ class Registry:
                 return
             with_plugins = settings.current().plugins  # an error here leaves nothing half done
             self._discovered = True
-            if with_plugins:
-                for entry in sorted(entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
-                    self._plug_in(entry)
+            for entry in self._entries() if with_plugins else ():
+                self._plug_in(entry)
 
     def _declare(self) -> None:
         with self._lock:
@@ -296,6 +208,13 @@ class Registry:
                 raise
             self._own = dict(self._backends)
 
+    def _entries(self) -> list[EntryPoint]:
+        try:
+            return sorted(entry_points(group=GROUP), key=lambda e: (e.name, e.value))
+        except Exception as error:  # one package's metadata that is garbled spoils them all
+            self.faults["entry points"] = f"{told(error)}, while their names were read"
+            return []
+
     def _plug_in(self, entry: EntryPoint) -> None:
         try:
             found = entry.load()
@@ -305,7 +224,7 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin's fault, even sys.exit, takes no program down
-            self.faults[f"{entry.name} ({entry.value})"] = _told(error)
+            self.faults[f"{entry.name} ({entry.value})"] = told(error)
 
     def _members(self, spelling: str, framework: str | None) -> tuple[str, ...]:
         groups = [
@@ -330,57 +249,6 @@ class Registry:
                 f" with it: registry[{homes[0]!r}, {spelling!r}]."
             )
         return self._backends[homes[0], spelling]
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _check(backend: Backend) -> None:
-    """Refuse what cannot be a backend, in words that its author understands."""
-    if not isinstance(backend, Backend):
-        raise PolyattnError(
-            f"got {type(backend).__name__} to register, expected a polyattn.registry.Backend."
-        )
-    if not (isinstance(backend.name, str) and _NAME.match(backend.name)):
-        raise PolyattnError(
-            f"got the backend name {backend.name!r}, expected lower case letters, digits "
-            "and underscores, a letter first."
-        )
-    if backend.framework not in FRAMEWORKS:
-        raise PolyattnError(
-            f"got the framework {backend.framework!r} of the backend {backend.name!r}, expected "
-            f"one of {', '.join(FRAMEWORKS)}.{near_matches(backend.framework, FRAMEWORKS)}"
-        )
-    declared = backend.capabilities
-    every = declared if isinstance(declared, tuple) else (declared,)
-    if not every or not all(isinstance(one, Capabilities) for one in every):
-        raise PolyattnError(
-            f"got {declared!r} as the capabilities of the backend {backend.name!r}, expected "
-            "polyattn.capabilities.Capabilities, or a tuple of them."
-        )
-    for part in ("probe", "load", "extra", "configs", "foretell"):
-        value = getattr(backend, part)
-        if not callable(value) and (value is not None or part in ("probe", "load")):
-            raise PolyattnError(
-                f"got {value!r} as the {part} of the backend {backend.name!r}, expected a function."
-            )
-
-
-def _answer(backend: Backend, ask: Callable[[], Probe]) -> Probe:
-    """Return what a probe answers; one that raises, exits or answers nonsense is Missing."""
-    try:
-        answer = ask()
-        if isinstance(answer, Available) and answer.devices is not None:
-            answer = Available(answer.version, answer.detail, frozenset(answer.devices))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin's fault, even sys.exit, is a reason, not an end
-        return Missing(f"its probe raised {_told(error)}", backend.how_to_mend)
-    if not isinstance(answer, (Available, Missing)):
-        said = f"its probe answered {answer!r}, expected Available(...) or Missing(...)"
-        return Missing(said, backend.how_to_mend)
-    return answer
 
 
 registry = Registry()
