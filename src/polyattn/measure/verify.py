@@ -48,6 +48,8 @@ class Truth:
         self.inputs = inputs
         problem = inputs.problem.with_(layout="BNTH", dropout_p=0.0, lse=True)
         self._problem = problem
+        longest = max(problem.q_len, problem.kv_len, problem.head_dim, problem.value_dim)
+        self._terms = longest * (problem.heads // max(problem.kv_heads, 1))
         rows = max(_FEWEST_ROWS, _MOST_SCORES // max(1, problem.heads * _spread(problem)))
         count = min(problem.q_len, rows)
         self.rows = torch.linspace(0, problem.q_len - 1, count).round().long().unique()
@@ -69,7 +71,9 @@ class Truth:
             found = self._rows_of(name, got[name])
             baseline: Callable[[], Tensor] = functools.partial(self._baseline.__getitem__, name)
             half = name == "lse" and self.inputs.problem.dtype in ("float16", "bfloat16")
-            truth = Yardstick(name, exact, self._scale[name], self._score, baseline, half)
+            truth = Yardstick(
+                name, exact, self._scale[name], self._score, baseline, self._terms, half=half
+            )
             fault = tolerance.measure(found, truth)
             error, allowed = self._numbers(found, truth)
             if fault is not None:
