@@ -1,6 +1,6 @@
 """Every public callable of polyattn, and for each a call that does something.
 
-Public is what packages list in ``__all__``, and other modules that the documentation or an example
+Public is what packages list in ``__all__`` (but for `INNER` ones), and other modules that the documentation or an example
 imports from. Where a docstring has an example that runs, that is the call; the rest is here.
 """
 
@@ -46,12 +46,18 @@ def documented_modules() -> set[str]:
     return set(re.findall(r"^\s*from (polyattn[\w.]*) import", text, re.MULTILINE))
 
 
+INNER = ("polyattn.torch.internals", "polyattn.torch.backends.")
+"""Packages whose lists are for polyattn itself: torch's private names, and what kernels load."""
+
+
 def public_callables() -> dict[str, Any]:
     """Every public function and class by one of its names; not exceptions, nor protocols."""
     found: dict[str, Any] = {}
     known: set[int] = set()
     documented = documented_modules()
     for name in public_module_names():
+        if name.startswith(INNER):
+            continue
         with contextlib.suppress(MissingDependency, ModuleNotFoundError):
             module = importlib.import_module(name)
             if hasattr(module, "__path__") or name in documented:
