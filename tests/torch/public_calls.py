@@ -1,7 +1,7 @@
 """Every public callable of polyattn, and for each a call that does something.
 
-Public is what packages list in ``__all__`` (but for `INNER` ones), and other modules that the documentation or an example
-imports from. Where a docstring has an example that runs, that is the call; the rest is here.
+Public is what packages but `INNER` ones list in ``__all__``, and other modules that the
+documentation or an example imports from. Where a docstring has an example that runs, that is the call; the rest is here.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def documented_modules() -> set[str]:
     return set(re.findall(r"^\s*from (polyattn[\w.]*) import", text, re.MULTILINE))
 
 
-INNER = ("polyattn.torch.internals", "polyattn.torch.backends.")
-"""Packages whose lists are for polyattn itself: torch's private names, and what kernels load."""
+INNER = ("polyattn.torch.internals", "polyattn.torch.backends.sdpa")
+"""Packages whose lists are for polyattn itself: torch's private names, and four loaders."""
 
 
 def public_callables() -> dict[str, Any]:
