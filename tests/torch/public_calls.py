@@ -1,8 +1,8 @@
 """Every public callable of polyattn, and for each a call that does something.
 
-Public is what packages but `INNER` ones list in ``__all__``, and other modules that the
-Public is what packages list in ``__all__`` (see `INNER`), and other modules that the
-documentation or an example
+Public is what packages list in ``__all__`` (but for `INNER`), and other modules that the
+documentation or an example imports from. Where a docstring has an example that runs, that is the
+call; the rest is here.
 """
 
 from __future__ import annotations
