@@ -20,6 +20,8 @@ def shape_of(payload: Any) -> tuple[int, ...]:
     """
     if isinstance(payload, tuple):
         return (len(payload), *(shape_of(payload[0]) if payload else ()))
+    if isinstance(payload, int):  # a compiler that keeps it symbolic cannot look further
+        return ()
     return tuple(payload.shape) if hasattr(payload, "shape") else ()
 
 

@@ -34,11 +34,11 @@ def chain(path: Path, values: list[np.ndarray], names: str = "uvw") -> Trace:
 def fed(tmp_path: Path, trace: Trace, where: set[tuple[str, str]], **marks: object) -> Path:
     """The trace as of an isolated run, in which these modules' phases were fed."""
 
-    def said(record: object) -> list[str]:
+    def said(record: object) -> dict[str, bool]:
         assert isinstance(record, dict)
         at = (record["module"], record["phase"])
-        form = [("form" if at in marks.get("form", ()) else "")]  # type: ignore[operator]
-        return [name for name in (*(["forced"] if at in where else []), *form) if name]
+        form = at in marks.get("form", ())  # type: ignore[operator]
+        return {name: True for name, is_so in (("forced", at in where), ("form", form)) if is_so}
 
     target = tmp_path / f"isolated{len(list(tmp_path.iterdir()))}.jsonl"
     return mark_isolated(Path(trace.paths[0]), target, said, {})
@@ -63,9 +63,9 @@ def test_marks_are_read_and_written_back(tmp_path: Path) -> None:
     assert trace.header.selection["isolated"] is True and trace.ended
     assert next(r for r in trace.records if r.forced).to_dict()["forced"] is True
     with pytest.raises(TraceError, match="holds"):
-        mark_isolated(Path(trace.paths[0]), path, lambda _: (), {})
+        mark_isolated(Path(trace.paths[0]), path, lambda _: {}, {})
     with pytest.raises(TraceError, match="cannot be written"):
-        mark_isolated(path, tmp_path / "no" / "where.jsonl", lambda _: (), {})
+        mark_isolated(path, tmp_path / "no" / "where.jsonl", lambda _: {}, {})
 
 
 def test_a_mark_that_is_none_is_refused(tmp_path: Path) -> None:
