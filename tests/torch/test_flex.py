@@ -336,6 +336,17 @@ def test_compiled_masks(kind, dtype):
 
 @slow
 @compiles_here
+@pytest.mark.parametrize(("s", "h", "sinks"), [(8, 8, None), (24, 16, None), (23, 8, 1), (16, 8, None)])
+def test_what_lies_after_the_keys_is_not_read(s, h, sinks):
+    """Torch's template takes 16 keys where 8 are left, for head dims of one or two vectors."""
+    q, _, v = arrays(b=1, t=9, s=s, h=h)
+    after = torch.full((1, s + 16, 2, h), 1e30)
+    k = after[:, :s].copy_(torch.randn(1, s, 2, h))
+    given = {} if sinks is None else {"sinks": torch.randn(4)}
+    check_compiled(q, k, v, **given)
+
+
+@compiles_here
 def test_compiled_sinks_bias_softcap_without_mask():
     torch.manual_seed(10)
     for t, s, cap in ((150, 170, 1.5), (140, 200, 3.0)):

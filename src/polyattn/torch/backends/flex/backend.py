@@ -75,10 +75,22 @@ def wants_compiling(problem: Problem, config: Mapping[str, Any]) -> bool:
     """Say whether the problem goes to compiled code: it can, and it is told to or large."""
     if problem.device == "cpu" and (problem.lse or _trains(problem) or problem.dtype == "float64"):
         return False  # compiled FlexAttention on CPUs has neither lse, gradients nor float64
+    if problem.device == "cpu" and _reads_past_keys(problem):
+        return False
     pairs = problem.batch if problem.layout != "packed" else 1
     work = pairs * problem.heads * problem.q_len * problem.kv_len
     large = work * (problem.head_dim + problem.value_dim) >= COMPILE_FROM
     return bool(config.get("compile", large)) and can_compile(problem.device)
+
+
+def _reads_past_keys(problem: Problem) -> bool:
+    """Say whether torch's template for CPUs (2.13) reads beyond the keys, and uses what is there.
+
+    It multiplies keys by 16 with vectors; with a head dim of one or two vectors and a tail of 8
+    keys it takes the 8 after them too, and their scores overwrite the last row's maximum.
+    """
+    keys = problem.kv_len + (1 if problem.sinks else 0)
+    return problem.head_dim in (8, 16) and keys % 16 == 8
 
 
 def can_compile(device: str) -> bool:
