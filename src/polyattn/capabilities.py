@@ -50,7 +50,8 @@ class Capabilities:
     other devices, e.g. ``{"gfx90a", "gfx942"}``. `instructions` are the processor's instruction
     sets that the backend needs, all of them, e.g. ``{"amx_bf16"}``. `head_dims` is (smallest,
     largest, multiple). `exactness` other than ``"exact"`` marks a quantised backend, which is
-    never chosen automatically.
+    never chosen automatically. `isolates_compiled`: also in compiled code a NaN in a key that only
+    some queries see stays from the others, as it does in eager code with every backend.
 
     >>> can = Capabilities(devices={"cpu"}, dtypes={"float32"}, head_dims=(1, 256, 1))
     >>> small = Problem(batch=1, q_len=4, kv_len=4, heads=1, kv_heads=1, head_dim=8)
@@ -83,6 +84,7 @@ class Capabilities:
     deterministic_backward: bool = False
     strided: bool = False
     compiled: bool = False
+    isolates_compiled: bool = False
     paged: bool = False
     exactness: str = "exact"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from polyattn.conformance import Case, Report, random_case, run
-from polyattn.conformance.fuzz import main
+from polyattn.conformance.fuzz import main, run_case
 from polyattn.conformance.inputs import build
 from polyattn.conformance.shrink import shrink
 from polyattn.errors import InvalidProblem, UnknownBackend
@@ -207,6 +207,46 @@ def test_the_line_of_a_failure_reproduces_it(
     assert "wrong" in said
     assert main([*words[2:], "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["verdicts"][name]["detail"] == failure.detail
+
+
+class TestCompiled:
+    """What `--compiled` examines is the compiled call; eager calls of these are right."""
+
+    def test_an_honest_backend_is_left_alone(self, plant: Plant) -> None:
+        report = run(8, seed=1, backend=plant(), compiled=True)
+        assert report.ok
+        assert report.count("right") == 8
+
+    def test_a_backend_that_is_wrong_only_there_is_caught(
+        self, plant: Plant, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def spoil(problem: Problem, result: Any, args: Any) -> Any:
+            return _spoil_out(result, lambda out: out + 0.1) if problem.compiled else result
+
+        name = plant(spoil)
+        assert run(3, seed=10, backend=name).ok
+        failure = run(1, seed=10, backend=name, compiled=True).failures[-1]
+        words = shlex.split(failure.reproduce)
+        assert "--compiled" in words
+        assert main(words[2:]) == 1
+        assert "wrong" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("promised", [True, False])
+    def test_isolation_of_rows_is_held_to_the_declaration(
+        self, plant: Plant, promised: bool
+    ) -> None:
+        def spoil(problem: Problem, result: Any, args: Any) -> Any:
+            return _spoil_out(result, lambda out: out + 0 * args[2].sum())
+
+        name = plant(spoil, isolates_compiled=promised)
+        case = Case(t=4, s=4, mask=("causal", "top_left"), poison=True)
+        assert run_case(case, name, compiled=True)[name].fails == promised
+        assert run_case(case, name)[name].fails
+
+    def test_who_cannot_be_compiled_is_not_asked(self) -> None:
+        report = run(1, seed=1, compiled=True)
+        assert "torch.compile" in report.absent["flex"]
+        assert "flex" not in report.tallies
 
 
 def test_a_case_is_made_smaller_while_it_fails() -> None:

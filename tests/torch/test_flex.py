@@ -336,7 +336,9 @@ def test_compiled_masks(kind, dtype):
 
 @slow
 @compiles_here
-@pytest.mark.parametrize(("s", "h", "sinks"), [(8, 8, None), (24, 16, None), (23, 8, 1), (16, 8, None)])
+@pytest.mark.parametrize(
+    ("s", "h", "sinks"), [(8, 8, None), (24, 16, None), (23, 8, 1), (16, 8, None)]
+)
 def test_what_lies_after_the_keys_is_not_read(s, h, sinks):
     """Torch's template takes 16 keys where 8 are left, for head dims of one or two vectors."""
     q, _, v = arrays(b=1, t=9, s=s, h=h)

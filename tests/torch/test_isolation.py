@@ -97,6 +97,15 @@ def test_gradients_of_rows_that_need_different_keys_hidden(name: str) -> None:
         assert ((got - exact).abs() / size).max() < 1e-3
 
 
+def test_gradients_beside_masked_keys_whose_scores_overflow_before_the_cap() -> None:
+    q = torch.tensor([[1.0, -1.0]], dtype=torch.float64).reshape(1, 1, 1, 2).requires_grad_()
+    k = torch.tensor([[0.5, 0.25], [1e308, 1e308], [1.7e308, -1.7e308]], dtype=torch.float64)
+    options = {"mask": Padding(kv_lengths=[1]), "softcap": 2.0, "scale": 4.0}
+    out = attention(q, k.reshape(1, 3, 1, 2), torch.ones(1, 3, 1, 2).double(),
+                    backend="reference", **options)  # fmt: skip
+    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_nan_comes_into_no_gradient_of_rows_that_do_not_see_it(name: str, where: str) -> None:

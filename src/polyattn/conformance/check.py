@@ -90,7 +90,8 @@ def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdi
     """Ask the backend; run what it accepts, and what it refuses for one reason only.
 
     `compiled`: what it accepts runs inside ``torch.compile(fullgraph=True)``; refusals are taken as
-    they are, since the kernels behind them are those of eager calls.
+    they are, since the kernels behind them are those of eager calls. What NaN may spread to is
+    held to what the backend declares of compiled code.
     """
     problem = subject.call.problem.with_(compiled=compiled)
     reasons = backend.check(problem)
@@ -112,7 +113,7 @@ def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdi
     promised = backend.capabilities_for(problem.device)
     repeats = (promised.deterministic, promised.deterministic_backward)
     try:
-        _judge(subject, run, repeats)
+        _judge(subject, run, repeats, promised.isolates_compiled or not compiled)
     except _Wrong as fault:
         return Verdict("wrong", str(fault))
     except Exception as error:  # whatever a kernel raises is the finding
@@ -148,7 +149,9 @@ def _about(reason: Reason) -> str:
     return f"{reason.fact} ({reason.takes})" if reason.fact == "mask" else reason.fact
 
 
-def _judge(subject: Subject, run: Run, repeats: tuple[bool, bool]) -> None:
+def _judge(
+    subject: Subject, run: Run, repeats: tuple[bool, bool], isolates_rows: bool = True
+) -> None:
     """Raise unless a run is right, leaves its inputs alone, repeats itself, and leaks nothing."""
     case, inputs = subject.case, subject.inputs
     before = {name: x.detach().clone() for name, x in _arrays(inputs).items()}
@@ -167,7 +170,7 @@ def _judge(subject: Subject, run: Run, repeats: tuple[bool, bool]) -> None:
     if case.poison and not subject.call.problem.empty:
         for poison in _POISONS:
             _poison_hidden(subject, run, first, forward, poison)
-            if inputs.q.device.type == "cpu" and forward:
+            if inputs.q.device.type == "cpu" and forward and isolates_rows:
                 _poison_spread(subject, run, first, poison)
 
 

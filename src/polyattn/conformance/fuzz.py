@@ -46,10 +46,10 @@ def run(
     case and backend; all of torch's then take their turns, one a case. ``progress(done, report)``
     is called after each case. `time_limit` in seconds.
     """
-    report = Report(seed, problems, device)
+    report = Report(seed, problems, device, compiled)
     began = time.perf_counter()
     try:
-        backends = _backends(report, backend, device)
+        backends = _backends(report, backend, device, compiled and backend is None)
         for one in backends:
             _dropout(report, one, seed, device)
         rng = Random(seed)
@@ -82,8 +82,13 @@ def run_case(
     return {one.name: examine(built, one, compiled) for one in every}
 
 
-def _backends(report: Report, asked: str | None, device: str) -> list[Backend]:
-    """Return those that are here; the others go into the report, or raise when asked for."""
+def _backends(
+    report: Report, asked: str | None, device: str, compiled: bool = False
+) -> list[Backend]:
+    """Return those that are here; the others go into the report, or raise when asked for.
+
+    `compiled`: only those that compiled code takes.
+    """
     names = (
         registry.names("torch")
         if asked is None
@@ -97,6 +102,8 @@ def _backends(report: Report, asked: str | None, device: str) -> list[Backend]:
             report.absent[name] = f"{probed.reason} ({probed.how_to_get_it})"
         elif device not in one.capabilities_for(device).devices:
             report.absent[name] = f"does not run on {device}"
+        elif compiled and not one.capabilities_for(device).compiled:
+            report.absent[name] = "does not run inside torch.compile"
         else:
             found.append(one)
     if not found:

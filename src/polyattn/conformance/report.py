@@ -24,13 +24,16 @@ class Failure:
     backend: str
     spec: str
     detail: str
+    compiled: bool = False
 
     @property
     def reproduce(self) -> str:
         """The command that shows it again; each run begins with what is not a case (dropout)."""
+        command = f"polyattn fuzz --backend {self.backend}"
         if not self.spec:
-            return f"polyattn fuzz --backend {self.backend} --problems 1"
-        return f"polyattn fuzz --backend {self.backend} --case {shlex.quote(self.spec)}"
+            return f"{command} --problems 1"
+        command += " --compiled" if self.compiled else ""
+        return f"{command} --case {shlex.quote(self.spec)}"
 
     def to_dict(self) -> dict[str, str]:
         """Return a JSON-able form."""
@@ -70,6 +73,7 @@ class Report:
     seed: int
     asked: int
     device: str = "cpu"
+    compiled: bool = False
     problems: int = 0
     seconds: float = 0.0
     interrupted: bool = False
@@ -82,7 +86,9 @@ class Report:
         self.tallies.setdefault(backend, Tally()).add(case, verdict)
         if verdict.fails:
             spec = (smallest or case).spec
-            self.failures.append(Failure(verdict.outcome, backend, spec, verdict.detail))
+            self.failures.append(
+                Failure(verdict.outcome, backend, spec, verdict.detail, self.compiled)
+            )
 
     def close(self) -> None:
         """Judge the refusals of the whole run; called once at its end."""
@@ -118,7 +124,7 @@ class Report:
         outcomes = ("right", *KINDS, "refused")
         return {
             "seed": self.seed, "asked": self.asked, "problems": self.problems,
-            "device": self.device, "seconds": round(self.seconds, 3),
+            "device": self.device, "compiled": self.compiled, "seconds": round(self.seconds, 3),
             "interrupted": self.interrupted, "ok": self.ok, "tested": self.tested,
             **{kind: self.count(kind) for kind in KINDS},
             "backends": {

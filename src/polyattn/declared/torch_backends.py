@@ -188,7 +188,8 @@ def _native_cpu() -> Backend:
         devices={"cpu"}, dtypes=HALVES | {"float32"}, head_dims=(1, 1024, 1), layouts=LAYOUTS,
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
-        deterministic_backward=True, strided=True, compiled=True, paged=True,
+        deterministic_backward=True, strided=True, compiled=True, isolates_compiled=True,
+        paged=True,
     )  # fmt: skip
     return Backend(
         "native_cpu", "torch", cpu, _native_probe, _loader("native_cpu.backend"), _native_extra,
@@ -264,7 +265,8 @@ def _reference() -> Backend:
         devices={"cpu", "cuda"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True, backward=True,
-        deterministic=True, deterministic_backward=True, strided=True, compiled=True, paged=True,
+        deterministic=True, deterministic_backward=True, strided=True, compiled=True,
+        isolates_compiled=True, paged=True,
     )  # fmt: skip
     return Backend(
         "reference", "torch", anywhere, _torch_probe, _loader("reference"), None, "torch",

@@ -107,7 +107,7 @@ def reference_attention(
     bad_q, bad_k = (~x.isfinite().all(-1) for x in (q, k))
     bad_v = v
     q, k, v = (torch.where(x.isfinite(), x, 0) for x in (q, k, v))
-    scores = _scores(problem, q, k, groups)
+    scores = _scores(problem, q, k, groups, None if mask is None else allowed)
     if bias is not None:
         scores = scores + dense_bias(bias, dims, dtype)
     poisoned = bad_q.unsqueeze(-1) | bad_k.repeat_interleave(groups, 1).unsqueeze(-2)
@@ -123,10 +123,12 @@ def reference_attention(
     return from_bnth(out, problem.layout), lse_from_bnt(lse, problem.layout)
 
 
-def _scores(problem: Problem, q: Tensor, k: Tensor, groups: int) -> Tensor:
+def _scores(problem: Problem, q: Tensor, k: Tensor, groups: int, allowed: Tensor | None) -> Tensor:
     scale = problem.scale if problem.scale is not None else 1 / math.sqrt(problem.head_dim)
     scores = (q.unflatten(1, (-1, groups)) @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
     if problem.softcap is not None:
+        if allowed is not None:  # huge keys that nobody sees overflow, and tanh's gradient is NaN
+            scores = torch.where(allowed, scores, 0)
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     return scores
 
