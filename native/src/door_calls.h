@@ -42,6 +42,7 @@ struct Recent {
 struct Found {
   nb::object tensors;  // q, k and v as a tuple
   nb::object run;
+  nb::object plan;  // where somebody records the call
   bool is_operator = false;  // called with three tensors, and gives the output first of several
 };
 
@@ -99,7 +100,7 @@ class Door {
   Outcome find_attention(Arguments a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
-    if (around.is_nothing() && is_plainest(a)) {
+    if (around.is_nothing() && !around.recorders.is_valid() && is_plainest(a)) {
       if (const Outcome plain = find_plain(a, found); plain != kNo) return plain;
     }
     const nb::object signature = signature_of(a[3]);
@@ -228,14 +229,33 @@ class Door {
       PyObject* const known = PyDict_GetItemWithError(here_[kRows], key.ptr());
       if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
       row = nb::borrow(known);
-      if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 3) return kNo;
+      if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 4) return kNo;
       const Recent before = recent;  // whose end may run other code: after both are set
       recent = {key, row};
     }
-    const Outcome newest = check(PyTuple_GET_ITEM(row.ptr(), 0), a, found);
-    if (newest == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(row.ptr(), 1));
-    if (newest != kNo) return newest;
-    return find_by_shapes(PyTuple_GET_ITEM(row.ptr(), 2), a, found);
+    Outcome outcome = check(PyTuple_GET_ITEM(row.ptr(), 0), a, found);
+    if (outcome == kYes) take(row.ptr(), 2, found);
+    if (outcome == kNo) outcome = find_by_shapes(PyTuple_GET_ITEM(row.ptr(), 3), a, found);
+    return outcome == kYes && around.recorders.is_valid() ? noted(around.recorders, found) : outcome;
+  }
+
+  // Of an entry or a row: what runs its calls, and its plan.
+  static void take(PyObject* entry, Py_ssize_t plan, Found& found) {
+    found.run = nb::borrow(PyTuple_GET_ITEM(entry, 1));
+    found.plan = nb::borrow(PyTuple_GET_ITEM(entry, plan));
+  }
+
+  // Tells the recorders what was chosen.
+  static Outcome noted(const nb::object& recorders, const Found& found) {
+    const nb::object selection = nb::steal(PyObject_GetAttr(found.plan.ptr(), names().selection));
+    if (!selection.is_valid()) return kError;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(recorders.ptr()); ++i) {
+      PyObject* const ran = PyTuple_GET_ITEM(recorders.ptr(), i);
+      const nb::object done =
+          nb::steal(PyObject_CallMethodOneArg(ran, names().append, selection.ptr()));
+      if (!done.is_valid()) return kError;
+    }
+    return kYes;
   }
 
   static std::size_t place_of(PyObject* const* fields) {
@@ -277,9 +297,9 @@ class Door {
     const nb::object alike = nb::borrow(known);
     for (Py_ssize_t i = 0; PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i) {
       PyObject* const entry = PyTuple_GET_ITEM(known, i);
-      if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 2) return kNo;
+      if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 3) return kNo;
       const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
-      if (same == kYes) found.run = nb::borrow(PyTuple_GET_ITEM(entry, 1));
+      if (same == kYes) take(entry, 2, found);
       if (same != kNo) return same;
     }
     return kNo;

@@ -15,7 +15,7 @@ enum Part : int {
   kTensor,        // the two types of tensors that the table holds
   kParameter,
   kNested,        // the descriptor of their attribute is_nested
-  kRows,          // of the table: by key (check, run, by_shapes), where by_shapes gives entries
+  kRows,          // of the table: by key (check, run, plan, by_shapes), where by_shapes gives entries
   kPlain,         // of the table: by layout (check, run, operator, determined, environ, others)
   kState,
   kLocal,
@@ -45,9 +45,11 @@ enum Part : int {
 };
 
 struct Names {
+  PyObject* append = PyUnicode_InternFromString("append");
   PyObject* armed = PyUnicode_InternFromString("armed");
   PyObject* members = PyUnicode_InternFromString("members");
   PyObject* module = PyUnicode_InternFromString("module");
+  PyObject* selection = PyUnicode_InternFromString("selection");
   PyObject* signature = PyUnicode_InternFromString("signature");
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* traced = PyUnicode_InternFromString("traced");
@@ -97,9 +99,9 @@ class Function {
   PyObject* self_ = nullptr;
 };
 
-// What is in force around a call: three objects, or nothing.
+// What is in force around a call: three objects, or nothing; and who records it, if anybody.
 struct Around {
-  nb::object scope, traced, module;
+  nb::object scope, traced, module, recorders;
 
   bool is_nothing() const { return !scope.is_valid(); }
 };
@@ -116,7 +118,7 @@ class Surroundings {
   PyObject* owner() const { return owner_.ptr(); }
   PyObject* operator[](Part part) const { return part_[part]; }
 
-  // Whether these are tensors that the table may hold, and nobody watches; sets `around`.
+  // Whether these are tensors that the table may hold, in no checkpointed region; sets `around`.
   Outcome is_taken(Arguments a, Around& around) const {
     for (int i = 0; i < 3; ++i) {
       PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(a[i]));
@@ -129,7 +131,7 @@ class Surroundings {
     if (armed != kYes) return armed == kError ? kError : kYes;
     const Outcome watched = is_watched();
     if (watched != kNo) return watched == kError ? kError : kNo;
-    return look_around(around);
+    return look_for_recorders(around) ? look_around(around) : kError;
   }
 
   Outcome asked(Part function) const { return truth(function_[function]()); }
@@ -171,17 +173,24 @@ class Surroundings {
     const nb::object module = nb::steal(PyObject_GetAttr(part_[kLocal], names().module));
     if (!module.is_valid()) return kError;
     if (scope.is_none() && traced.is_none() && module.is_none()) return kYes;
-    around = {scope, traced, module};
+    around.scope = scope;
+    around.traced = traced;
+    around.module = module;
     return kYes;
   }
 
-  // Whether a recorder or a checkpointed region wants to know of this call; see recompute.py.
-  Outcome is_watched() const {
+  bool look_for_recorders(Around& around) const {
     PyObject* value = nullptr;
-    if (PyContextVar_Get(part_[kRecording], nullptr, &value) < 0) return kError;
-    if (value != nullptr) {
-      if (const Outcome recorded = truth(value); recorded != kNo) return recorded;
+    if (PyContextVar_Get(part_[kRecording], nullptr, &value) < 0) return false;
+    const nb::object found = nb::steal(value);
+    if (value != nullptr && PyTuple_Check(value) && PyTuple_GET_SIZE(value) > 0) {
+      around.recorders = found;
     }
+    return true;
+  }
+
+  // Whether a checkpointed region wants to know of this call; see recompute.py.
+  Outcome is_watched() const {
     const Outcome grad = asked(kGrad);
     if (grad == kError) return kError;
     if (grad == kNo) {

@@ -100,7 +100,7 @@ def test_eager_planned_and_explained_calls(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 40))
 def test_compiled_calls(seed: int) -> None:
-    for call in calls(seed, 50):
+    for call in calls(seed, 20):
         if call.wrong == "sparse":  # which the compiler itself refuses
             continue
         eager = outcome(attention, call.q, call.k, call.v, **call.options)
@@ -116,7 +116,7 @@ def test_compiled_calls(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40, 50))
 def test_compiled_calls_of_symbolic_sizes(seed: int) -> None:
     """What symbolic lengths are stood in for by must neither hide a misfit nor make one up."""
-    for call in calls(seed, 30):
+    for call in calls(seed, 12):
         if call.wrong == "sparse":
             continue
         eager = outcome(attention, call.q, call.k, call.v, **call.options)

@@ -84,7 +84,28 @@ def test_calls_of_any_kind(around: str) -> None:
             if call.options.get("dropout_p"):
                 continue
             found += both(call.q, call.k, call.v, **call.options) is not short.MISSED
-    assert (found == 0) == (around in ("recorder", "autocast"))
+    assert (found == 0) == (around == "autocast")
+
+
+def test_calls_that_are_recorded_go_the_short_way_too() -> None:
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    other = torch.randn(1, 6, 2, 8)
+    for x in (q, other, q):
+        attention(x, k, v)
+        sdpa(*(one.transpose(1, 2) for one in (x, k, v)))
+        attention(x, k, v, mask=Causal())
+    with record_selections() as outer, record_selections() as inner:
+        for way in (short.in_python, short.native):
+            for x in (q, other):  # the newest entry, and one that is found by its shapes
+                for mask in (None, Causal()):
+                    options = {**DEFAULTS, "mask": mask}
+                    assert way.attention(x, k, v, *options.values()) is not short.MISSED
+                turned = (one.transpose(1, 2) for one in (x, k, v))
+                assert way.sdpa(*turned, None, 0.0, False, None, False) is not short.MISSED
+    assert len(inner) == 12 and inner[:6] == inner[6:]
+    assert list(outer) == list(inner)
+    assert [one.problem.q_len for one in inner[:6]] == [4, 4, 4, 6, 6, 6]
+    assert [one.problem.mask is None for one in inner[:3]] == [True, False, True]
 
 
 def test_a_scope_a_switch_and_the_environment_change_the_entry(
@@ -143,7 +164,7 @@ def test_errors_of_kernels_reach_the_caller_and_nothing_runs_twice() -> None:
         raise LookupError("of the kernel")
 
     for way in (short.in_python, short.native):
-        table.rows[key] = Row(row.check, fails, {})
+        table.rows[key] = Row(row.check, fails, row.plan, {})
         table.changed()
         with pytest.raises(LookupError, match="of the kernel"):
             way.attention(q, k, v, *{**DEFAULTS, "scale": 0.5}.values())

@@ -192,6 +192,7 @@ class Row(NamedTuple):
 
     check: Callable[..., bool]
     run: Callable[..., Any]
+    plan: Any
     by_shapes: dict[Any, tuple[Entry, ...]]
 
 
@@ -332,7 +333,7 @@ class Table:
             alike = (entry, *by_shapes.get(shapes, ()))[:_MOST_ALIKE]
             by_shapes[shapes] = alike
             self._count += 1
-            self.rows[key] = Row(entry.check, entry.run, by_shapes)
+            self.rows[key] = Row(entry.check, entry.run, entry.plan, by_shapes)
             if key.is_plainest:
                 self._add_plain(key, entry)
             self.changed()

@@ -52,6 +52,7 @@ def _attention(
     dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
 ) -> Any:  # fmt: skip
     operator = run = None
+    recorders = _recorders(()) if _state.armed else ()
     options = (
         mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse, deterministic, backend,
     )  # fmt: skip
@@ -62,10 +63,11 @@ def _attention(
             mask is None and bias is None and scale is None and softcap is None and sinks is None
             and deterministic is None and backend is None and return_lse is False
             and type(dropout_p) is float and dropout_p == 0.0 and around() is None
+            and not recorders
         ):  # fmt: skip
             run, operator = _plainest(q, k, v, layout)
         if run is None:
-            run = _found(Key.of(*options), q, k, v)
+            run = _found(Key.of(*options), q, k, v, recorders)
     except STRANGE:
         return MISSED
     if operator is not None:
@@ -79,7 +81,8 @@ def _sdpa(
     try:
         if not _is_taken(q, k, v):
             return MISSED
-        run = _found(Key.of_sdpa(attn_mask, dropout_p, is_causal, scale, gqa), q, k, v)
+        key = Key.of_sdpa(attn_mask, dropout_p, is_causal, scale, gqa)
+        run = _found(key, q, k, v, _recorders(()) if _state.armed else ())
     except STRANGE:
         return MISSED
     return MISSED if run is None else run(q, k, v, attn_mask)
@@ -93,19 +96,20 @@ def _paged(
     try:
         if not _is_taken(q, k, v):
             return MISSED
-        run = _found(Key.of_paged(block_table, lengths, *options), q, k, v)
+        key = Key.of_paged(block_table, lengths, *options)
+        run = _found(key, q, k, v, _recorders(()) if _state.armed else ())
     except STRANGE:
         return MISSED
     return MISSED if run is None else run(q, k, v, mask, None, sinks, block_table, lengths)
 
 
 def _is_taken(q: Any, k: Any, v: Any) -> bool:
-    """Say whether the table may hold a call of these, and nobody watches it."""
+    """Say whether the table may hold a call of these, and no checkpointed region wants it."""
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return False
     if q.is_nested or k.is_nested or v.is_nested:  # with which no check can be asked
         return False
-    return not (_state.armed and (bool(_recorders(None)) or recompute.is_possible()))
+    return not (_state.armed and recompute.is_possible())
 
 
 def _plainest(q: Any, k: Any, v: Any, layout: Any) -> tuple[Any, Any]:
@@ -121,16 +125,21 @@ def _plainest(q: Any, k: Any, v: Any, layout: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def _found(key: Key, q: Any, k: Any, v: Any) -> Any:
-    """Return what runs a call of this key, or None."""
+def _found(key: Key, q: Any, k: Any, v: Any, recorders: Any) -> Any:
+    """Return what runs a call of this key, or None; what is found is noted by the recorders."""
     row = _rows.get(key)
     if row is None:
         return None
-    check, run, by_shapes = row
-    if check(q, k, v):
-        return run
-    alike = by_shapes.get((q.shape, k.shape, v.shape), ())
-    return next((entry.run for entry in alike if entry.check(q, k, v)), None)
+    check, run, plan, by_shapes = row
+    if not check(q, k, v):
+        alike = by_shapes.get((q.shape, k.shape, v.shape), ())
+        entry = next((entry for entry in alike if entry.check(q, k, v)), None)
+        if entry is None:
+            return None
+        run, plan = entry.run, entry.plan
+    for ran in recorders:
+        ran.append(plan.selection)
+    return run
 
 
 in_python = SimpleNamespace(attention=_attention, sdpa=_sdpa, paged=_paged)
