@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyattn import Causal, Dense, Mask, Padding, Segments, Unsupported, Window
+from polyattn import Causal, Dense, Mask, Padding, Segments, Unsupported, Window, scopes
 from polyattn.registry import Available, registry
 from polyattn.torch import attention, scaled_dot_product_attention
 
@@ -151,6 +152,20 @@ def test_a_nan_query_beside_few_keys_compiled(causal: bool, layout: str) -> None
         out = attend(q, k if layout == "BTNH" else k.transpose(1, 2))
         assert out[0, 1, 1].isnan().all()
         assert int(out.isnan().any(-1).sum()) == 1
+
+
+def test_few_keys_first_met_in_inference_can_be_trained_on() -> None:
+    scopes.invalidate()
+    q, k, v = torch.randn(1, 5, 2, 16), torch.randn(1, 3, 2, 16), torch.randn(1, 3, 2, 16)
+    with torch.inference_mode():
+        first = attention(q, k, v, backend="sdpa_flash")
+    leaf = q.clone().requires_grad_()
+    again = attention(leaf, k, v, backend="sdpa_flash")
+    assert torch.equal(first, again)
+    assert torch.autograd.grad(again.sum(), leaf)[0].isfinite().all()
+    with FakeTensorMode() as mode:
+        faked = [mode.from_tensor(x) for x in (q, k, v)]
+        assert attention(*faked, backend="sdpa_flash").shape == q.shape
 
 
 def test_few_keys_are_what_torch_computes() -> None:

@@ -84,6 +84,9 @@ def attention(
     recorded = _state.recorded
     if recorded is not _state and recorded != "":
         torch.ops.polyattn.note(_number_of(name))
+    if name.startswith("either"):  # by the number of keys, which is compared where it is known
+        _, number, limit = name.split("_")
+        name = f"operator_{number}" if k.shape[2] >= int(limit) else f"kernel_{number}"
     if name.startswith("operator"):
         return getattr(_state, name)(q, k, v)[0]
     return getattr(_state, name)(q, k, v, simple, bias, sinks)
@@ -190,7 +193,7 @@ mark_constant(_resolve_plain)
 
 
 def _number_of(name: str) -> int:
-    return int(name.rpartition("_")[2])
+    return int(name.split("_")[1])
 
 
 mark_constant(_number_of)
@@ -212,10 +215,21 @@ def _planned(model: Any, asked: Any) -> str:
     with scopes.lock:
         number = next(_counter)
         _plans[number] = plan
-        operator = getattr(plan.kernel, "operator", None)
-        name = f"kernel_{number}" if operator is None else f"operator_{number}"
-        setattr(_state, name, plan.kernel if operator is None else operator)
-    return name
+        return _named(plan.kernel, number)
+
+
+def _named(kernel: Any, number: int) -> str:
+    """Put a kernel where compiled code finds it; what is nothing but an operator, as that."""
+    operator = getattr(kernel, "operator", None)
+    if operator is not None:
+        setattr(_state, f"operator_{number}", operator)
+        return f"operator_{number}"
+    setattr(_state, f"kernel_{number}", kernel)
+    if (by_keys := getattr(kernel, "operator_from", None)) is None:
+        return f"kernel_{number}"
+    limit, operator = by_keys
+    setattr(_state, f"operator_{number}", operator)
+    return f"either_{number}_{limit}"
 
 
 def noted(selection: Selection, kernel: Callable[..., Any]) -> int:

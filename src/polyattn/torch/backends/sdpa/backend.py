@@ -24,6 +24,7 @@ from polyattn.torch.backends.sdpa.short_ways import (
     is_plain,
     is_square_causal,
     plain_flash_cpu,
+    traced_flash_cpu,
 )
 from polyattn.torch.internals import flash_attention_for_cpu, flash_operator_for_cpu
 
@@ -38,9 +39,10 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
             return lowered(Op(flash_cuda, grouped=True), problem, config)
         # torch's own binding costs 1.7 us less than the operator handle; compilers want the handle
         function = flash_operator_for_cpu if problem.compiled else flash_attention_for_cpu
-        # a compiled problem has its lengths rounded up, by a factor of 4 at most
-        few = problem.compiled and problem.kv_len < 4 * FEW_KEYS
-        if is_plain(problem) and problem.mask is None and not few:
+        if is_plain(problem) and problem.mask is None:
+            # a compiled problem has its lengths rounded up, by a factor of 4 at most
+            if problem.compiled and problem.kv_len < 4 * FEW_KEYS:
+                return traced_flash_cpu(function, problem)
             return plain_flash_cpu(function, problem)
         op = Op(
             flash_cpu(function),

@@ -18,9 +18,11 @@ from polyattn.torch.internals import (
 
 __all__ = ["FEW_KEYS", "Op", "Result", "cudnn", "efficient", "flash_cpu", "flash_cuda", "unfused"]
 
-FEW_KEYS = 16
-"""The most lanes that a vector of the CPU flash kernel has: it takes the maximum of fewer scores
-one by one, and so that NaN is none."""
+_LANES = {"AVX2": 8, "DEFAULT": 8}  # of what torch's kernels are compiled for, in float32
+
+FEW_KEYS = _LANES.get(torch.backends.cpu.get_cpu_capability(), 16)
+"""As many lanes as a vector of the CPU flash kernel has: it takes the maximum of fewer scores one
+by one, and so that NaN is none."""
 
 Result = tuple[Tensor, Tensor | None]
 Call = Callable[..., Result]

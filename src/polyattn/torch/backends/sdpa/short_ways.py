@@ -26,6 +26,7 @@ __all__ = [
     "is_square_causal",
     "plain_flash_cpu",
     "takes_flag",
+    "traced_flash_cpu",
 ]
 
 NATIVE_CAUSAL = "Causal('top_left')"
@@ -57,7 +58,7 @@ def causal_flash_cpu(
     """The short way for causal calls; a NaN in the output sends the call the careful way."""
     turned, scale, grad = problem.layout == "BTNH", problem.scale, problem.grad
     small = problem.batch * problem.heads * problem.q_len * problem.head_dim <= 1 << 12
-    few = problem.kv_len < FEW_KEYS
+    zeros = _zeros_for(problem) if problem.kv_len < FEW_KEYS else None
     functorch, modes, tracing = _WATCHERS  # in cells: quicker than globals
 
     def kernel(
@@ -66,8 +67,8 @@ def causal_flash_cpu(
         q4, k4, v4 = q, k, v
         if turned:
             q4, k4, v4 = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if few:
-            out = function(q4, k4, v4, 0.0, True, attn_mask=_zeros(k4), scale=scale)[0]
+        if zeros is not None:
+            out = function(q4, k4, v4, 0.0, True, attn_mask=zeros(k4), scale=scale)[0]
         else:
             out = function(q4, k4, v4, 0.0, True, scale=scale)[0]
         plain = type(out) is Tensor and not functorch() and tracing() is None
@@ -125,9 +126,31 @@ def dense_flash_cpu(
 
 def plain_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
     """The shortest way to the CPU kernel, for calls without mask: no more than torch's own."""
-    scale = problem.scale
     if problem.kv_len < FEW_KEYS:
         return _few_keys_flash_cpu(function, problem)
+    return _many_keys_flash_cpu(function, problem)
+
+
+def traced_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
+    """The shortest way in compiled code: how many keys there are is seen where it is traced.
+
+    `kernel.operator_from`: from how many keys on it is nothing but an operator, and which.
+    """
+    few, many = _few_keys_flash_cpu(function, problem), _many_keys_flash_cpu(function, problem)
+    at, limit = (1 if problem.layout == "BTNH" else 2), FEW_KEYS
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        return few(q, k, v) if k.shape[at] < limit else many(q, k, v)
+
+    if hasattr(many, "operator"):
+        kernel.operator_from = limit, many.operator  # type: ignore[attr-defined]
+    return kernel
+
+
+def _many_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
+    scale = problem.scale
     if problem.layout == "BNTH":
         if scale is None:
             bare = lambda q, k, v, mask=None, bias=None, sinks=None: function(q, k, v)[0]  # noqa: E731
@@ -148,21 +171,42 @@ def plain_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
 
 def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
     """Give the kernel a mask of zeros, with which it keeps a NaN in every score of a row."""
-    turned, scale = problem.layout == "BTNH", problem.scale
+    turned, scale, zeros = problem.layout == "BTNH", problem.scale, _zeros_for(problem)
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
         if not turned:
-            return function(q, k, v, 0.0, False, attn_mask=_zeros(k), scale=scale)[0]
+            return function(q, k, v, 0.0, False, attn_mask=zeros(k), scale=scale)[0]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = function(q, k, v, 0.0, False, attn_mask=_zeros(k), scale=scale)[0]
+        out = function(q, k, v, 0.0, False, attn_mask=zeros(k), scale=scale)[0]
         return out.transpose(1, 2)
 
     return kernel
 
 
-def _zeros(k: Tensor) -> Tensor:
-    """Return a mask that allows all keys of (B, N, S, H), in the dtype of the scores."""
-    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-    return k.new_zeros((1, 1, 1, k.shape[2]), dtype=wide)
+def _zeros_for(problem: Problem) -> Callable[[Tensor], Tensor]:
+    """Return what gives, for (B, N, S, H) keys, a mask that allows them, in the scores' dtype.
+
+    Making it takes longer than using it, so there is one for all calls with plain tensors.
+    """
+    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    kept: list[Tensor] = []
+    if problem.compiled:
+        return lambda k: k.new_zeros((1, 1, 1, k.shape[2]), dtype=wide)
+
+    def zeros(k: Tensor) -> Tensor:
+        if kept and type(k) is Tensor:
+            return kept[0]
+        if type(k) is not Tensor or _is_watched():  # it would be a part of what is traced
+            return k.new_zeros((1, 1, 1, k.shape[2]), dtype=wide)
+        with torch.inference_mode(False):  # to be of use in training, too
+            kept[:] = [torch.zeros((1, 1, 1, k.shape[2]), dtype=wide)]
+        return kept[0]
+
+    return zeros
+
+
+def _is_watched() -> bool:
+    functorch, modes, tracing = _WATCHERS
+    return bool(functorch() or modes()) or tracing() is not None
