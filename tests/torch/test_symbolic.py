@@ -66,12 +66,16 @@ def test_sizes_that_are_stood_in_for_alike_are_not_taken_for_each_other(batch: i
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("backend", [None, "native_cpu", "sdpa_math"])
-def test_make_fx_in_every_mode(mode: str, backend: str | None) -> None:
+@pytest.mark.parametrize("mask", [None, Causal(), Padding(kv_lengths=[40, 70])], ids=str)
+@pytest.mark.parametrize("before_autograd", [False, True])
+def test_make_fx_in_every_mode(
+    mode: str, backend: str | None, mask: Any, before_autograd: bool
+) -> None:
     def function(q: torch.Tensor) -> Any:
-        return attention(q, q, q, mask=Causal(), backend=backend)
+        return attention(q, q, q, mask=mask, backend=backend)
 
     q = torch.randn(2, 70, 4, 16)
-    graph = make_fx(function, tracing_mode=mode)(q)
+    graph = make_fx(function, tracing_mode=mode, pre_dispatch=before_autograd)(q)
     for x in (q, torch.randn(2, 90, 4, 16)) if mode == "symbolic" else (q, torch.randn_like(q)):
         torch.testing.assert_close(graph(x), function(x))
 

@@ -12,7 +12,6 @@ both exact and bitwise neutral for calls that need none:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -20,11 +19,9 @@ from torch import Tensor
 
 from polyattn.torch.internals import (
     are_transforms_active,
-    dispatch_modes,
-    may_be_traced_before_autograd,
     tracing_state,
 )
-from polyattn.torch.masking import Visible
+from polyattn.torch.masking import Visible, is_traced_by_proxies
 
 __all__ = ["hide", "holds_nan", "is_readable", "mend", "zero_empty"]
 
@@ -47,19 +44,8 @@ def is_readable(out: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not are_transforms_active()
         and tracing_state() is None
-        and not _is_traced_by_proxies()
+        and not is_traced_by_proxies()
     )
-
-
-def _is_traced_by_proxies() -> bool:
-    """Say whether make_fx records what plain tensors go through: it refuses to read them.
-
-    Other dispatch modes (counters of operations, say) let values be read.
-    """
-    if not (dispatch_modes() or may_be_traced_before_autograd()):
-        return False
-    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # loaded by who uses it
-    return tracing is not None and tracing.get_proxy_mode() is not None
 
 
 def mend(

@@ -5,6 +5,7 @@ Shapes: a dense mask broadcasts to (B, N, T, S), True = attend; its dims of size
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from threading import Lock
 from typing import Any, NamedTuple
@@ -16,7 +17,11 @@ from polyattn.admission.masks import Lengths
 from polyattn.admission.masks import check_mask as check_arrays
 from polyattn.biases import Alibi, Bias
 from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed
-from polyattn.torch.internals import are_transforms_active, dispatch_modes
+from polyattn.torch.internals import (
+    are_transforms_active,
+    dispatch_modes,
+    may_be_traced_before_autograd,
+)
 
 __all__ = [
     "Dims",
@@ -27,6 +32,7 @@ __all__ = [
     "expand_blocks",
     "four_dims",
     "grid",
+    "is_traced_by_proxies",
     "known",
     "materialise",
     "visible",
@@ -98,11 +104,22 @@ def check_mask(mask: Mask, lengths: Lengths) -> None:
 
 def known(payload: Any) -> Tensor | None:
     """Return the payload when reading its values costs no synchronisation with a device."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced_by_proxies():
         return None
     if not isinstance(payload, Tensor):
         return torch.as_tensor(payload)
     return payload if type(payload) is Tensor and payload.device.type == "cpu" else None
+
+
+def is_traced_by_proxies() -> bool:
+    """Say whether make_fx records what plain tensors go through: it refuses to read them.
+
+    Other dispatch modes (counters of operations, say) let values be read.
+    """
+    if not (dispatch_modes() or may_be_traced_before_autograd()):
+        return False
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # loaded by who uses it
+    return tracing is not None and tracing.get_proxy_mode() is not None
 
 
 def grid(mask: Mask, dims: Dims, device: torch.device) -> Index:

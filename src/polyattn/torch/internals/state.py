@@ -143,19 +143,6 @@ def dual_level() -> int:
     return dual_levels._current_level  # type: ignore[no-any-return]
 
 
-def is_watched() -> bool:
-    """Say whether something has to see what is done with plain tensors.
-
-    That is a function transform, a dispatch mode, a trace, or a level of forward mode.
-    """
-    return (
-        are_transforms_active()
-        or dispatch_modes() > 0
-        or tracing_state() is not None
-        or dual_levels._current_level >= 0
-    )
-
-
 _PRE_DISPATCH = noted(
     "torch._C.DispatchKey.PreDispatch", "make_fx is asked itself whether it records"
 ).find()
@@ -170,6 +157,21 @@ may_be_traced_before_autograd: Callable[[], bool] = (
     else functools.partial(_includes, _PRE_DISPATCH)
 )
 """Whether make_fx may record operators before autograd sees them, which counts as no mode."""
+
+
+def is_watched() -> bool:
+    """Say whether something has to see what is done with plain tensors.
+
+    That is a function transform, a dispatch mode, a trace, or a level of forward mode.
+    """
+    return (
+        are_transforms_active()
+        or dispatch_modes() > 0
+        or tracing_state() is not None
+        or dual_levels._current_level >= 0
+        or may_be_traced_before_autograd()
+    )
+
 
 _VERSION = noted(
     "torch.Tensor._version",

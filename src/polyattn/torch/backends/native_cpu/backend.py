@@ -147,7 +147,7 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
     rows_first, alike = layout == "BTNH", problem.value_dim == problem.head_dim
     run, threads, plain = module.load().forward_tensors, torch.get_num_threads, PLAIN
-    functorch, modes, tracing = WATCHERS  # in cells: quicker than globals
+    functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
     asked, place, empty_like = raw(variable), module.isa_index(), torch.empty_like
     terms: Any = () if problem.mask is None else None  # without arrays, so always the same
@@ -158,7 +158,7 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
         nonlocal terms
         if not (
             type(q) in plain and type(k) in plain and type(v) in plain
-            and not functorch() and not modes() and tracing() is None
+            and not functorch() and not modes() and not recorded() and tracing() is None
             and dual_levels._current_level < 0
             and not (lazy(q) or lazy(k) or lazy(v))
         ):  # fmt: skip

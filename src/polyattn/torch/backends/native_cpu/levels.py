@@ -15,6 +15,7 @@ from polyattn.torch.internals import (
     dispatch_modes,
     is_legacy_batched,
     is_watched,
+    may_be_traced_before_autograd,
     may_carry_tangents,
     tracing_state,
 )
@@ -22,7 +23,7 @@ from polyattn.torch.internals import (
 __all__ = ["PLAIN", "WATCHERS", "differentiates", "is_batched", "moves", "trains"]
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-WATCHERS = are_transforms_active, dispatch_modes, tracing_state
+WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
 
 
 def trains(args: Iterable[Any]) -> bool:
