@@ -102,3 +102,18 @@ def test_a_nan_does_not_change_the_strides() -> None:
             got = scaled_dot_product_attention(q, k, k, **OPTIONS[option])
         assert got.stride() == expected.stride()
         assert got[:, :, :3].isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [((T, N, H), (1, 0, 2)), ((B, B, T, N, H), (0, 1, 3, 2, 4)), ((H, T), (1, 0))],
+)
+def test_of_other_ranks(shape: tuple[int, ...], order: tuple[int, ...], causal: bool) -> None:
+    q = torch.randn(shape).permute(order)
+    expected = torch_sdpa(q, q, q, is_causal=causal)
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    for function in (scaled_dot_product_attention, compiled):
+        out = function(q, q, q, is_causal=causal)
+        assert out.stride() == expected.stride()
+        torch.testing.assert_close(out, expected)

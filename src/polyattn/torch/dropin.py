@@ -211,6 +211,7 @@ def _modelled(
     mask, bias = options["mask"], options["bias"]
     four = Key.of(mask, bias, scale, None, None, dropout_p, "BNTH", False, None, None)
     out = dispatch(AttentionWay(options), four, q, k, v, (mask, bias, None), None)
+    out = out.contiguous()  # as torch's own, which runs its unfused path for these
     return out.unflatten(0, lead) if lead else out.squeeze(0)
 
 
@@ -331,4 +332,5 @@ def trace(
     )  # fmt: skip
     if len(lead) == 1:
         return out
+    out = out.contiguous()  # as torch's own
     return out.unflatten(0, lead) if lead else out.squeeze(0)
