@@ -157,7 +157,7 @@ def test_under_autocast_the_answer_is_for_what_the_call_becomes() -> None:
 
 
 def test_every_reason_is_told_not_the_first() -> None:
-    q, v = torch.randn(2, 4, 8), torch.randn(2, 4, 6)
+    q, v = torch.randn(1, 1, 2, 4, 8), torch.randn(1, 1, 2, 4, 6)
     answer = can_use_flash_attention(
         params(q, q, v, torch.ones(4, 4).requires_grad_(), dropout=0.5)
     )

@@ -64,7 +64,7 @@ def only_torch(call: SdpaFacts, exact: bool = True) -> str | None:
 
 def _do_not_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], gqa: bool) -> bool:
     """Say whether the shapes are wrong, or broadcast in a way that only torch computes."""
-    grouped = gqa and len(q) >= 4
+    grouped = gqa and len(q) >= 3
     heads = k[-3] == v[-3] and (q[-3] % max(k[-3], 1) == 0 if grouped else q[-3] == k[-3])
     alike = q[:-3] == k[:-3] == v[:-3] and k[-2] == v[-2]
     sized = min(q[-1], v[-1], k[-3]) > 0

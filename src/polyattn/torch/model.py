@@ -255,7 +255,7 @@ def model_of_sdpa(
             return f"a tensor of type {type(x).__name__}"
     seen: list[Any] = [0, 1]  # sizes that mean something by themselves
     grouped = False
-    if gqa and q.dim() == k.dim() == v.dim() and q.dim() >= 4 and k.shape[-3] == v.shape[-3]:
+    if gqa and q.dim() == k.dim() == v.dim() and q.dim() >= 3 and k.shape[-3] == v.shape[-3]:
         grouped = k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
 
     def modelled(x: Tensor, as_query: bool) -> Any:

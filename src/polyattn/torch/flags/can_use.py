@@ -256,7 +256,7 @@ def _of_tensors(params: Any, facts: Facts | None) -> SdpaCall:
         arch=facts.arch if facts else _arch(tensors[0]),
         deterministic=_is_strict(),
     )  # fmt: skip
-    return _marked_empty(call)
+    return _marked_empty(call.as_dispatched())
 
 
 def _array(x: Tensor, where: str | None) -> Array:

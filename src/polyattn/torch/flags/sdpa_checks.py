@@ -9,7 +9,7 @@ told again: they are those that the backend declares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +18,9 @@ from polyattn.capabilities import Reason, arch_number
 __all__ = ["CHECKS", "Array", "SdpaCall", "faults"]
 
 
-# torch 2.13 has its flash kernel for CPUs apply both a mask and the causal flag, 2.15 never
-_MASK_OR_CAUSAL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+# torch 2.13 has its flash kernel for CPUs apply both a mask and the causal flag, 2.15 never; and
+# 2.15 gives three dims one more, so that this kernel takes them, and one key head to all queries'
+_MASK_OR_CAUSAL = _LIFTS_THREE = _ONE_HEAD_FOR_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,20 @@ class SdpaCall:
     arch: str | None = None
     deterministic: bool = False
     empty: bool = False
+
+    def as_dispatched(self) -> SdpaCall:
+        """Return the call as torch's own checks see it: 2.15 gives inputs of 3 dims a batch of 1.
+
+        Seen on CPUs only.
+        """
+        three = all(x.rank == 3 and x.device.startswith("cpu") for _, x in self.inputs)
+        if not (_LIFTS_THREE and three):
+            return self
+        query, key, value = (replace(x, shape=(1, *x.shape)) for _, x in self.inputs)
+        mask = self.mask
+        if mask is not None and mask.rank < 4:
+            mask = replace(mask, shape=(*(1,) * (4 - mask.rank), *mask.shape))
+        return replace(self, query=query, key=key, value=value, mask=mask)
 
     @property
     def inputs(self) -> tuple[tuple[str, Array], ...]:
@@ -259,7 +274,8 @@ def _heads(call: SdpaCall, *, grouped: bool, apart: bool = False) -> Iterator[Re
         yield Reason("batch", _shapes(call), "one batch size", "expand them")
     n, k, v = (x.shape[1] for _, x in call.inputs)
     if not (call.gqa and grouped):
-        if not n == k == v:
+        shared = _ONE_HEAD_FOR_ALL and k == v == 1 and call.key.device.startswith("cpu")
+        if not n == k == v and not shared:
             yield Reason("GQA", f"heads {n}, {k}, {v}", "as many key/value as query heads",
                          "enable_gqa=True" if grouped else "repeat them")  # fmt: skip
     elif k != v and not apart:
