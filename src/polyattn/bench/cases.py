@@ -58,7 +58,7 @@ def namespace() -> dict[str, Any]:
 
     from polyattn import Causal
     from polyattn.torch import attention, plan, scaled_dot_product_attention
-    from polyattn.torch.internals import flash_attention_for_cpu, flash_operator_for_cpu
+    from polyattn.torch.internals import flash_attention_for_cpu
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(SHAPE) for _ in range(3))
@@ -67,7 +67,7 @@ def namespace() -> dict[str, Any]:
         return attention(q, k, v, layout="BNTH")
 
     def direct(q: Any, k: Any, v: Any) -> Any:
-        return flash_operator_for_cpu(q, k, v)[0]
+        return flash_attention_for_cpu(q, k, v)[0]
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, fullgraph=True, backend="eager", dynamic=False)

@@ -26,7 +26,7 @@ from polyattn.torch.backends.sdpa.short_ways import (
     plain_flash_cpu,
     traced_flash_cpu,
 )
-from polyattn.torch.internals import flash_attention_for_cpu, flash_operator_for_cpu
+from polyattn.torch.internals import flash_attention_for_cpu
 
 __all__ = ["load_cudnn", "load_efficient", "load_flash", "load_math"]
 
@@ -37,8 +37,7 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     def prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         if problem.device == "cuda":
             return lowered(Op(flash_cuda, grouped=True), problem, config)
-        # torch's own binding costs 1.7 us less than the operator handle; compilers want the handle
-        function = flash_operator_for_cpu if problem.compiled else flash_attention_for_cpu
+        function = flash_attention_for_cpu  # costs 1.7 us less than the operator's handle
         if is_plain(problem) and problem.mask is None:
             # a compiled problem has its lengths rounded up, by a factor of 4 at most
             if problem.compiled and problem.kv_len < 4 * FEW_KEYS:
