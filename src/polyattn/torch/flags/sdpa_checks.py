@@ -20,7 +20,7 @@ __all__ = ["CHECKS", "Array", "SdpaCall", "faults"]
 
 # torch 2.13 has its flash kernel for CPUs apply both a mask and the causal flag, 2.15 never; and
 # 2.15 gives three dims one more, so that this kernel takes them, and one key head to all queries'
-_MASK_OR_CAUSAL = _LIFTS_THREE = _ONE_HEAD_FOR_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+_SINCE_2_15 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SdpaCall:
         Seen on CPUs only.
         """
         three = all(x.rank == 3 and x.device.startswith("cpu") for _, x in self.inputs)
-        if not (_LIFTS_THREE and three):
+        if not (_SINCE_2_15 and three):
             return self
         query, key, value = (replace(x, shape=(1, *x.shape)) for _, x in self.inputs)
         mask = self.mask
@@ -110,7 +110,7 @@ def faults(call: SdpaCall) -> Iterator[Reason]:
         yield Reason("storage", "a sparse tensor or a nested mask", "strided tensors")
     if min(x.rank for _, x in call.inputs) < 2:
         yield Reason("rank", _each(call, lambda x: x.rank), "2 and more dims")
-    if _MASK_OR_CAUSAL:
+    if _SINCE_2_15:
         yield from _mask_or_causal(call)
     mask = call.mask
     if mask is not None and mask.dtype not in ("bool", "float32", call.query.dtype):
@@ -274,7 +274,7 @@ def _heads(call: SdpaCall, *, grouped: bool, apart: bool = False) -> Iterator[Re
         yield Reason("batch", _shapes(call), "one batch size", "expand them")
     n, k, v = (x.shape[1] for _, x in call.inputs)
     if not (call.gqa and grouped):
-        shared = _ONE_HEAD_FOR_ALL and k == v == 1 and call.key.device.startswith("cpu")
+        shared = _SINCE_2_15 and k == v == 1 and call.key.device.startswith("cpu")
         if not n == k == v and not shared:
             yield Reason("GQA", f"heads {n}, {k}, {v}", "as many key/value as query heads",
                          "enable_gqa=True" if grouped else "repeat them")  # fmt: skip
