@@ -281,6 +281,11 @@ void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, d
   run(kernels.backward, a);
 }
 
+// A call that loses a NaN is told by its lse; see polyattn/torch/backends/sdpa/short_ways.py.
+bool has_zero(nb::handle exchange, nb::handle tensor) {
+  return Exchange(exchange).has_zero(tensor);
+}
+
 }  // namespace
 
 void add_attention(nb::module_& m) {
@@ -292,6 +297,8 @@ void add_attention(nb::module_& m) {
   m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a,
         "rows_first"_a, "sizes"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a,
         "out of one attention call on tensors that have DLPack's C exchange.");
+  m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a,
+        "Whether one of a tensor's floats is zero.");
   m.def("backward", &backward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a,
         "q"_a, "k"_a, "v"_a, "lse"_a, "terms"_a, "packed"_a.none(), "bias"_a.none(),
         "slopes"_a.none(), "sinks"_a.none(), "dout"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,

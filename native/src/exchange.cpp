@@ -27,12 +27,32 @@ struct Table {  // DLPackExchangeAPI
   int (*description_of_object)(void* tensor, void* description);
 };
 
-constexpr int32_t kCpu = 1;
+constexpr int32_t kCpu = 1, kMostDims = 8;
 constexpr uint8_t kFloat = 2, kBFloat = 4;
 
 bool is_of(const Description& x, DType dtype) {
   const uint8_t code = dtype == DType::bf16 ? kBFloat : kFloat;
   return x.code == code && x.bits == (dtype == DType::f32 ? 32 : 16) && x.lanes == 1;
+}
+
+template <typename Bits>
+bool holds_zero(const Description& x) {
+  const auto* const floats = reinterpret_cast<const Bits*>(static_cast<char*>(x.data) + x.byte_offset);
+  const Bits magnitude = static_cast<Bits>(~Bits{0}) >> 1;
+  const int64_t count = x.shape[x.dims - 1], step = x.strides[x.dims - 1];
+  int64_t at[kMostDims] = {}, place = 0;
+  while (true) {
+    for (int64_t i = 0; i < count; ++i) {
+      if ((floats[place + i * step] & magnitude) == 0) return true;
+    }
+    int dim = x.dims - 2;
+    for (; dim >= 0 && ++at[dim] == x.shape[dim]; --dim) {
+      place -= (x.shape[dim] - 1) * x.strides[dim];
+      at[dim] = 0;
+    }
+    if (dim < 0) return false;
+    place += x.strides[dim];
+  }
 }
 
 }  // namespace
@@ -69,6 +89,28 @@ Array Exchange::array(nb::handle tensor, const char* name, DType dtype, const in
   array.extent.bytes = elements * (x.bits / 8);
   if (x.data == nullptr) array.data = nullptr;
   return array;
+}
+
+bool Exchange::has_zero(nb::handle tensor) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  const bool is_float = (x.code == kFloat || x.code == kBFloat) && x.lanes == 1;
+  if (x.device_type != kCpu || !is_float || x.dims < 1 || x.dims > kMostDims || x.strides == nullptr) {
+    refuse("expected a tensor of floats and of 1 to 8 dims on the CPU");
+  }
+  for (int i = 0; i < x.dims; ++i) {
+    if (x.shape[i] == 0) return false;
+  }
+  switch (x.bits) {
+    case 16:
+      return holds_zero<uint16_t>(x);
+    case 32:
+      return holds_zero<uint32_t>(x);
+    case 64:
+      return holds_zero<uint64_t>(x);
+    default:
+      refuse("expected floats of 16, 32 or 64 bits");
+  }
 }
 
 }  // namespace polyattn

@@ -20,6 +20,9 @@ class Exchange {
   Array array(nanobind::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4],
               int head, int row) const;
 
+  // Whether one of the floats, whatever their type, on the CPU is zero.
+  bool has_zero(nanobind::handle tensor) const;
+
  private:
   int (*read_)(void* tensor, void* description);
 };

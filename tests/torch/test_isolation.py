@@ -1,5 +1,6 @@
 """What is masked never leaks: NaN, infinities and huge numbers, forward and backward."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyattn import Causal, Dense, Mask, Padding, Segments, Unsupported, Window, scopes
+from polyattn.native import module as native_module
 from polyattn.registry import Available, registry
 from polyattn.torch import attention, scaled_dot_product_attention
 
@@ -235,3 +237,30 @@ def test_jit_trace_of_the_kernels_reads_nothing() -> None:
         warnings.simplefilter("error", torch.jit.TracerWarning)
         traced = torch.jit.trace(lambda x: kernel(x, x, x, call.mask), (q,), check_trace=False)
     assert torch.equal(traced(q), kernel(q, q, q, call.mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_zero_is_found_wherever_it_lies(dtype: torch.dtype) -> None:
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None or not isinstance(registry.probe("native_cpu"), Available):
+        pytest.skip("torch has no C exchange, or the extension is not built")
+    has_zero = native_module.load().has_zero
+    for shape in ((2, 3, 4, 5), (7,), (3, 1), (1, 1, 1, 1), (2, 0, 3), (2, 3, 0)):
+        for order in itertools.islice(itertools.permutations(range(len(shape))), 8):
+            x = torch.ones(shape, dtype=dtype).permute(order)
+            assert has_zero(exchange, x) is False
+            for place in itertools.product(*map(range, x.shape)):
+                struck = x.clone(memory_format=torch.preserve_format)
+                struck[place] = -0.0
+                assert has_zero(exchange, struck) is True
+    assert has_zero(exchange, torch.full((4, 2), float("nan"), dtype=dtype)) is False
+    for wrong in (torch.zeros(2, dtype=torch.int32), torch.tensor(0.0), torch.zeros((1,) * 9)):
+        with pytest.raises(ValueError, match="expected"):
+            has_zero(exchange, wrong)
+
+
+def test_values_that_are_zero_are_no_lost_nan() -> None:
+    q, k = torch.randn(2, 5, 3, 16), torch.randn(2, 3, 3, 16)
+    for v in (torch.zeros_like(k), k * (torch.arange(3) > 0)[:, None, None]):
+        out = attention(q, k, v, backend="sdpa_flash")
+        torch.testing.assert_close(out, attention(q, k, v, backend="reference"))

@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.errors import MissingDependency
+from polyattn.native.module import load
 from polyattn.problem import Problem
 from polyattn.torch.backends.sdpa.operators import FEW_KEYS
-from polyattn.torch.internals import are_transforms_active, dispatch_modes, tracing_state
+from polyattn.torch.internals import (
+    are_transforms_active,
+    dispatch_modes,
+    may_be_traced_before_autograd,
+    tracing_state,
+)
 from polyattn.torch.isolation import holds_nan, is_readable
 from polyattn.torch.masking import four_dims
 
@@ -30,7 +37,9 @@ __all__ = [
 ]
 
 NATIVE_CAUSAL = "Causal('top_left')"
-_WATCHERS = are_transforms_active, dispatch_modes, tracing_state
+_WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
+_EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+"""How C reads a tensor without a Python call."""
 
 
 def is_plain(p: Problem) -> bool:
@@ -59,7 +68,7 @@ def causal_flash_cpu(
     turned, scale, grad = problem.layout == "BTNH", problem.scale, problem.grad
     small = problem.batch * problem.heads * problem.q_len * problem.head_dim <= 1 << 12
     zeros = _zeros_for(problem) if problem.kv_len < FEW_KEYS else None
-    functorch, modes, tracing = _WATCHERS  # in cells: quicker than globals
+    functorch, modes, _, tracing = _WATCHERS  # in cells: quicker than globals
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -99,7 +108,7 @@ def dense_flash_cpu(
     """The short way for one boolean mask in inference; a NaN sends the call the careful way."""
     turned, scale = problem.layout == "BTNH", problem.scale
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
-    functorch, modes, tracing = _WATCHERS
+    functorch, modes, _, tracing = _WATCHERS
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -170,19 +179,42 @@ def _many_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
 
 
 def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
-    """Give the kernel a mask of zeros, with which it keeps a NaN in every score of a row."""
+    """Give the kernel a mask of zeros, with which it keeps a NaN in every score of a row.
+
+    Without one such a row is 0, and so is its lse (torch 2.9 to 2.15), which is quicker to look for
+    where it may be read.
+    """
     turned, scale, zeros = problem.layout == "BTNH", problem.scale, _zeros_for(problem)
+    has_zero = None if problem.grad or problem.compiled else _finder_of_zeros()
+    functorch, modes, recorded, tracing = _WATCHERS  # in cells: quicker than globals
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        if not turned:
-            return function(q, k, v, 0.0, False, attn_mask=zeros(k), scale=scale)[0]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = function(q, k, v, 0.0, False, attn_mask=zeros(k), scale=scale)[0]
-        return out.transpose(1, 2)
+        if turned:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        lse = None
+        if (
+            has_zero is not None and type(q) is Tensor
+            and not functorch() and not modes() and not recorded() and tracing() is None
+        ):  # fmt: skip
+            out, lse = function(q, k, v) if scale is None else function(q, k, v, scale=scale)
+            lse = None if has_zero(_EXCHANGE, lse) else lse
+        if lse is None:
+            out = function(q, k, v, 0.0, False, attn_mask=zeros(k), scale=scale)[0]
+        return out.transpose(1, 2) if turned else out
 
     return kernel
+
+
+def _finder_of_zeros() -> Callable[[Any, Tensor], bool] | None:
+    """Return what says whether a tensor holds a zero, or None where it is not built."""
+    if _EXCHANGE is None:
+        return None
+    try:
+        return load().has_zero  # type: ignore[no-any-return]
+    except (MissingDependency, AttributeError):  # none, or one of older sources
+        return None
 
 
 def _zeros_for(problem: Problem) -> Callable[[Tensor], Tensor]:
@@ -208,5 +240,5 @@ def _zeros_for(problem: Problem) -> Callable[[Tensor], Tensor]:
 
 
 def _is_watched() -> bool:
-    functorch, modes, tracing = _WATCHERS
-    return bool(functorch() or modes()) or tracing() is not None
+    functorch, modes, recorded, tracing = _WATCHERS
+    return bool(functorch() or modes() or recorded()) or tracing() is not None
