@@ -165,6 +165,10 @@ def test_few_keys_first_met_in_inference_can_be_trained_on() -> None:
     again = attention(leaf, k, v, backend="sdpa_flash")
     assert torch.equal(first, again)
     assert torch.autograd.grad(again.sum(), leaf)[0].isfinite().all()
+    scopes.invalidate()
+    with torch.device("meta"):  # where new tensors are made unless they say where
+        leaf = q.clone().requires_grad_()
+        assert torch.equal(attention(leaf, k, v, backend="sdpa_flash"), first)
     with FakeTensorMode() as mode:
         faked = [mode.from_tensor(x) for x in (q, k, v)]
         assert attention(*faked, backend="sdpa_flash").shape == q.shape

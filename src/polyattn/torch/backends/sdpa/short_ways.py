@@ -233,7 +233,7 @@ def _zeros_for(problem: Problem) -> Callable[[Tensor], Tensor]:
         if type(k) is not Tensor or _is_watched():  # it would be a part of what is traced
             return k.new_zeros((1, 1, 1, k.shape[2]), dtype=wide)
         with torch.inference_mode(False):  # to be of use in training, too
-            kept[:] = [torch.zeros((1, 1, 1, k.shape[2]), dtype=wide)]
+            kept[:] = [torch.zeros((1, 1, 1, k.shape[2]), dtype=wide, device=k.device)]
         return kept[0]
 
     return zeros
