@@ -96,7 +96,8 @@ bool Exchange::has_zero(nb::handle tensor) const {
   if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
   const bool is_float = (x.code == kFloat || x.code == kBFloat) && x.lanes == 1;
   if (x.device_type != kCpu || !is_float || x.dims < 1 || x.dims > kMostDims || x.strides == nullptr) {
-    refuse("expected a tensor of floats and of 1 to 8 dims on the CPU");
+    refuse(complain("got a tensor of %d dims on a device of type %d, expected floats of 1 to 8 dims "
+                    "on the CPU", x.dims, x.device_type));
   }
   for (int i = 0; i < x.dims; ++i) {
     if (x.shape[i] == 0) return false;
@@ -109,7 +110,7 @@ bool Exchange::has_zero(nb::handle tensor) const {
     case 64:
       return holds_zero<uint64_t>(x);
     default:
-      refuse("expected floats of 16, 32 or 64 bits");
+      refuse(complain("got floats of %d bits, expected 16, 32 or 64", x.bits));
   }
 }
 

@@ -104,8 +104,8 @@ def test_gradients_beside_masked_keys_whose_scores_overflow_before_the_cap() -> 
     q = torch.tensor([[10.0, -10.0]], dtype=torch.float64).reshape(1, 1, 1, 2).requires_grad_()
     k = torch.tensor([[0.5, 0.25], [1e308, 1e308], [1.7e308, 1.7e308]], dtype=torch.float64)
     options = {"mask": Padding(kv_lengths=[1]), "softcap": 2.0, "scale": 4.0}
-    out = attention(q, k.reshape(1, 3, 1, 2), torch.ones(1, 3, 1, 2).double(),
-                    backend="reference", **options)  # fmt: skip
+    v = torch.ones(1, 3, 1, 2).double()
+    out = attention(q, k.reshape(1, 3, 1, 2), v, backend="reference", **options)
     assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
 
 

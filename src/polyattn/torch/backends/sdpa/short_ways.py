@@ -195,9 +195,13 @@ def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         lse = None
         if (
-            has_zero is not None and type(q) is Tensor
-            and not functorch() and not modes() and not recorded() and tracing() is None
-        ):  # fmt: skip
+            has_zero is not None
+            and type(q) is Tensor
+            and not functorch()
+            and not modes()
+            and not recorded()
+            and tracing() is None
+        ):
             out, lse = function(q, k, v) if scale is None else function(q, k, v, scale=scale)
             lse = None if has_zero(_EXCHANGE, lse) else lse
         if lse is None:
