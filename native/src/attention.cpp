@@ -233,20 +233,26 @@ void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, do
 }
 
 // The shortest way: tensors that say themselves where they lie; no lse, no additions. `rows_first`:
-// they are (B, T, N, H), else (B, N, T, H). The terms are those of a mask without arrays.
+// they are (B, T, N, H), else (B, N, T, H), and say the sizes of the call. The terms are those of a
+// mask without arrays.
 void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first,
-                     nb::handle sizes, double scale, double softcap, nb::handle q, nb::handle k,
-                     nb::handle v, nb::handle out, nb::handle terms) {
+                     double scale, double softcap, nb::handle q, nb::handle k, nb::handle v,
+                     nb::handle out, nb::handle terms) {
   const Kernels& kernels = chosen(isa);
   const Exchange tensors(exchange);
   Arguments a;
   a.threads = threads;
   a.dtype = static_cast<DType>(dtype);
-  read_sizes(sizes, a);
   a.scale = static_cast<float>(scale);
   a.softcap = static_cast<float>(softcap);
   read_terms(terms, a);
   const int head = rows_first ? 2 : 1, row = 3 - head;
+  int64_t queries[4], keys[4], values[4];
+  tensors.shape(q, "q", queries);
+  tensors.shape(k, "k", keys);
+  tensors.shape(v, "v", values);
+  a.batch = queries[0], a.q_heads = queries[head], a.q_len = queries[row], a.head_dim = queries[3];
+  a.kv_heads = keys[head], a.kv_len = keys[row], a.value_dim = values[3];
   const auto array = [&](nb::handle tensor, const char* name, int64_t heads, int64_t rows,
                          int64_t columns) {
     const int64_t shape[] = {a.batch, rows_first ? rows : heads, rows_first ? heads : rows, columns};
@@ -295,7 +301,7 @@ void add_attention(nb::module_& m) {
         "bias"_a.none(), "slopes"_a.none(), "sinks"_a.none(), "pages"_a.none(),
         "out and lse of one attention call.");
   m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a,
-        "rows_first"_a, "sizes"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a,
+        "rows_first"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a,
         "out of one attention call on tensors that have DLPack's C exchange.");
   m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a,
         "Whether one of a tensor's floats is zero.");

@@ -5,34 +5,11 @@
 
 #include <cstddef>
 
+#include "door_classes.h"
+#include "door_keys.h"
 #include "door_surroundings.h"
 
 namespace polyattn {
-
-// The fields of polyattn.torch.cache.Key, whose equal is built here.
-constexpr const char* kFields[] = {
-    "layout", "mask", "scale", "softcap", "dropout_p", "return_lse", "deterministic", "backend",
-    "around", "determined", "switches", "environ", "bias", "sinks", "layer", "cast", "pages", "causal",
-    "gqa", "door", "noted"};
-constexpr int kAround = 8;
-constexpr int kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
-
-struct Key {
-  PyObject* layout;
-  PyObject* mask;  // its signature
-  PyObject* scale;
-  PyObject* softcap;
-  PyObject* dropout_p;
-  PyObject* return_lse;
-  PyObject* deterministic;
-  PyObject* backend;
-  PyObject* bias;
-  PyObject* sinks;
-  PyObject* pages;
-  PyObject* causal;
-  PyObject* gqa;
-  PyObject* door;
-};
 
 // A key that the table has, and its row.
 struct Recent {
@@ -48,7 +25,7 @@ struct Found {
 
 class Door {
  public:
-  explicit Door(PyObject* parts) : here_(parts) {}
+  explicit Door(PyObject* parts) : here_(parts), keys_(here_) {}
 
   PyObject* attention(Arguments a) {
     Found found;
@@ -86,7 +63,7 @@ class Door {
 
   int traverse(visitproc visit, void* arg) {
     Py_VISIT(here_.owner());
-    Py_VISIT(mask_.ptr());
+    if (const int found = keys_.traverse(visit, arg); found != 0) return found;
     for (const Recent& recent : recent_) {
       Py_VISIT(recent.key.ptr());
       Py_VISIT(recent.row.ptr());
@@ -103,26 +80,28 @@ class Door {
     if (around.is_nothing() && !around.recorders.is_valid() && is_plainest(a)) {
       if (const Outcome plain = find_plain(a, found); plain != kNo) return plain;
     }
-    const nb::object signature = signature_of(a[3]);
+    Shapes shapes(a, Keys::is_layout(a[9], "BTNH"));
+    const nb::object signature = keys_.mask_key(a[3], a, a[9], shapes);
     if (!signature.is_valid()) return kError;
-    const nb::object bias = part_of(a[4], kBiasKey);
+    const nb::object bias = keys_.added_by(kBiasKey, a[4], a, a[9]);
     if (!bias.is_valid()) return kError;
-    const nb::object sinks = part_of(a[7], kArrayKey);
+    const nb::object sinks = keys_.part_of(a[7], kArrayKey);
     if (!sinks.is_valid()) return kError;
     return find({a[9], signature.ptr(), a[5], a[6], a[8], a[10], a[11], a[12], bias.ptr(),
                  sinks.ptr(), Py_None, Py_None, Py_None, here_[kAttention]},
-                around, a, found);
+                around, a, shapes, found);
   }
 
   // query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
   Outcome find_sdpa(Arguments a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
-    const nb::object array = part_of(a[3], kArrayKey);
+    Shapes shapes(a, false);
+    const nb::object array = keys_.added_key(a[3], shapes);
     if (!array.is_valid()) return kError;
     return find({here_[kBnth], array.ptr(), a[6], Py_None, a[4], Py_False, Py_None, Py_None,
                  Py_None, Py_None, Py_None, a[5], a[7], here_[kSdpa]},
-                around, a, found);
+                around, a, shapes, found);
   }
 
   // query, key_pages, value_pages, block_table, lengths, mask, scale, softcap, sinks, layout,
@@ -130,13 +109,14 @@ class Door {
   Outcome find_paged(Arguments a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
-    const nb::object signature = signature_of(a[5]);
+    Shapes shapes(a, false);
+    const nb::object signature = keys_.signature_of(a[5]);
     if (!signature.is_valid()) return kError;
-    const nb::object sinks = part_of(a[8], kArrayKey);
+    const nb::object sinks = keys_.part_of(a[8], kArrayKey);
     if (!sinks.is_valid()) return kError;
-    const nb::object table = part_of(a[3], kArrayKey);
+    const nb::object table = keys_.part_of(a[3], kArrayKey);
     if (!table.is_valid()) return kError;
-    const nb::object lengths = part_of(a[4], kArrayKey);
+    const nb::object lengths = keys_.part_of(a[4], kArrayKey);
     if (!lengths.is_valid()) return kError;
     const nb::object pages = nb::steal(PyTuple_Pack(2, table.ptr(), lengths.ptr()));
     if (!pages.is_valid()) return kError;
@@ -144,7 +124,7 @@ class Door {
     if (!zero.is_valid()) return kError;
     return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None,
                  sinks.ptr(), pages.ptr(), Py_None, Py_None, here_[kPaged]},
-                around, a, found);
+                around, a, shapes, found);
   }
 
   // What is given where no kernel is called.
@@ -212,7 +192,7 @@ class Door {
     return found.tensors.is_valid();
   }
 
-  Outcome find(const Key& of, const Around& around, Arguments a, Found& found) {
+  Outcome find(const Key& of, const Around& around, Arguments a, Shapes& shapes, Found& found) {
     const Outcome determined = here_.asked(kDetermined);
     const nb::object switches = determined == kError ? nb::object() : here_.switches_key();
     PyObject* const environ = switches.is_valid() ? here_.environment() : nullptr;
@@ -223,19 +203,23 @@ class Door {
         of.bias, of.sinks, Py_None, Py_None, of.pages, of.causal, of.gqa, of.door, Py_None};
     Recent& recent = recent_[place_of(fields)];
     nb::object row = recent.row;  // owned here: what follows may change the table
-    if (!row.is_valid() || !is_same(recent.key.ptr(), fields, around)) {
-      const nb::object key = built(fields, around);
+    if (!row.is_valid() || !Keys::is_same(recent.key.ptr(), fields, around)) {
+      const nb::object key = Keys::built(fields, around);
       if (!key.is_valid()) return kError;
       PyObject* const known = PyDict_GetItemWithError(here_[kRows], key.ptr());
       if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
       row = nb::borrow(known);
-      if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 4) return kNo;
+      if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 5) return kNo;
       const Recent before = recent;  // whose end may run other code: after both are set
       recent = {key, row};
     }
     Outcome outcome = check(PyTuple_GET_ITEM(row.ptr(), 0), a, found);
     if (outcome == kYes) take(row.ptr(), 2, found);
     if (outcome == kNo) outcome = find_by_shapes(PyTuple_GET_ITEM(row.ptr(), 3), a, found);
+    // a recorder is told the sizes of its call, which the plan of a class does not hold
+    if (outcome == kNo && !around.recorders.is_valid()) {
+      outcome = find_by_class(PyTuple_GET_ITEM(row.ptr(), 4), a, shapes, found);
+    }
     return outcome == kYes && around.recorders.is_valid() ? noted(around.recorders, found) : outcome;
   }
 
@@ -264,25 +248,6 @@ class Door {
     return mixed % kRecent;
   }
 
-  // Whether a key holds the very objects of a call, or the same numbers: then it equals its key.
-  static bool is_same(PyObject* key, PyObject* const* fields, const Around& around) {
-    for (int i = 0; i < kFieldCount; ++i) {
-      PyObject* const known = PyTuple_GET_ITEM(key, i);
-      if (i == kAround) {
-        if (around.is_nothing() != (known == Py_None)) return false;
-        if (known == Py_None) continue;
-        const nb::object* const parts[] = {&around.scope, &around.traced, &around.module};
-        for (int j = 0; j < 3; ++j) {
-          if (PyTuple_GET_ITEM(known, j) != parts[j]->ptr()) return false;
-        }
-      } else if (known != fields[i]) {
-        if (!PyFloat_CheckExact(known) || !PyFloat_CheckExact(fields[i])) return false;
-        if (PyFloat_AS_DOUBLE(known) != PyFloat_AS_DOUBLE(fields[i])) return false;
-      }
-    }
-    return true;
-  }
-
   Outcome find_by_shapes(PyObject* by_shapes, Arguments a, Found& found) {
     if (!PyDict_Check(by_shapes)) return kNo;
     const nb::object shapes = nb::steal(PyTuple_New(3));
@@ -305,58 +270,25 @@ class Door {
     return kNo;
   }
 
-  // A tuple that equals the polyattn.torch.cache.Key of the call, and has its hash.
-  static nb::object built(PyObject* const* fields, const Around& around) {
-    const nb::object key = nb::steal(PyTuple_New(kFieldCount));
-    if (!key.is_valid()) return key;
-    for (int i = 0; i < kFieldCount; ++i) PyTuple_SET_ITEM(key.ptr(), i, Py_NewRef(fields[i]));
-    if (around.is_nothing()) return key;
-    PyObject* const asked =
-        PyTuple_Pack(3, around.scope.ptr(), around.traced.ptr(), around.module.ptr());
-    if (asked == nullptr) return nb::object();
-    Py_DECREF(Py_None);
-    PyTuple_SET_ITEM(key.ptr(), kAround, asked);
-    return key;
-  }
-
-  // What a choice rests on of an array or a bias that is no input.
-  nb::object part_of(PyObject* array, Part function) {
-    if (array == Py_None) return none();
-    return nb::steal(PyObject_CallOneArg(here_[function], array));
-  }
-
-  // The signature of a mask, that of the last mask without arrays being kept: such a mask never
-  // changes, and while it is kept no other can take its place.
-  nb::object signature_of(PyObject* mask) {
-    if (mask == Py_None) return none();
-    if (mask == mask_.ptr()) return signature_;
-    nb::object found = nb::steal(PyObject_GetAttr(mask, names().signature));
-    if (found.is_valid() && is_static(mask, 0)) {
-      const nb::object before = mask_;  // whose end may run other code: after both are set
-      mask_ = nb::borrow(mask);
-      signature_ = found;
+  Outcome find_by_class(PyObject* by_class, Arguments a, Shapes& shapes, Found& found) {
+    if (!PyDict_Check(by_class) || PyDict_GET_SIZE(by_class) == 0) return kNo;
+    const nb::object key = shapes.class_key();
+    if (!key.is_valid()) return kError;
+    PyObject* const known = key.is_none() ? nullptr : PyDict_GetItemWithError(by_class, key.ptr());
+    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
+    const nb::object alike = nb::borrow(known);
+    for (Py_ssize_t i = 0; PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i) {
+      PyObject* const entry = PyTuple_GET_ITEM(known, i);  // (check, run, plan, low, high)
+      if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5) return kNo;
+      const long long low = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 3)),
+                      high = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 4));
+      if (PyErr_Occurred() != nullptr) return kError;
+      if (shapes.keys() < low || shapes.keys() > high) continue;
+      const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
+      if (same == kYes) take(entry, 2, found);
+      if (same != kNo) return same;
     }
-    return found;
-  }
-
-  bool is_static(PyObject* mask, int depth) {
-    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(mask));
-    if (is_one_of(type, here_[kStatic])) return true;
-    if (depth > 4 || !is_one_of(type, here_[kJoined])) return false;
-    const nb::object members = nb::steal(PyObject_GetAttr(mask, names().members));
-    if (!members.is_valid()) PyErr_Clear();
-    if (!members.is_valid() || !PyTuple_Check(members.ptr())) return false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(members.ptr()); ++i) {
-      if (!is_static(PyTuple_GET_ITEM(members.ptr(), i), depth + 1)) return false;
-    }
-    return true;
-  }
-
-  static bool is_one_of(PyObject* type, PyObject* types) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
-      if (type == PyTuple_GET_ITEM(types, i)) return true;
-    }
-    return false;
+    return kNo;
   }
 
   static PyObject* first_of(PyObject* several) {
@@ -371,8 +303,8 @@ class Door {
   static constexpr std::size_t kRecent = 16;
 
   Surroundings here_;
+  Keys keys_;
   Recent recent_[kRecent];
-  nb::object mask_, signature_;
 };
 
 }  // namespace polyattn

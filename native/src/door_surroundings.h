@@ -15,13 +15,14 @@ enum Part : int {
   kTensor,        // the two types of tensors that the table holds
   kParameter,
   kNested,        // the descriptor of their attribute is_nested
-  kRows,          // of the table: by key (check, run, plan, by_shapes), where by_shapes gives entries
+  kRows,          // of the table: by key (check, run, plan, by_shapes, by_class)
   kPlain,         // of the table: by layout (check, run, operator, determined, environ, others)
   kState,
   kLocal,
   kScope,         // context variables
   kRecording,
   kDetermined,    // functions of torch without arguments
+  kGradMode,
   kFlash,         // from here on its switches
   kEfficient,
   kMath,
@@ -33,8 +34,10 @@ enum Part : int {
   kHooks,         // ... and one with an argument
   kEnviron,       // the dictionary of the environment, and the key of POLYATTN_BACKEND
   kBackend,
-  kArrayKey,      // functions: of arrays and biases, what a choice rests on
+  kArrayKey,      // functions: of arrays, biases and masks, what a choice rests on
   kBiasKey,
+  kMaskKey,
+  kDense,         // the class of masks that are one array
   kStatic,        // classes of masks without arrays
   kJoined,        // classes of masks with members
   kAttention,     // texts
@@ -46,6 +49,10 @@ enum Part : int {
 
 struct Names {
   PyObject* append = PyUnicode_InternFromString("append");
+  PyObject* device = PyUnicode_InternFromString("device");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* mask = PyUnicode_InternFromString("mask");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* armed = PyUnicode_InternFromString("armed");
   PyObject* members = PyUnicode_InternFromString("members");
   PyObject* module = PyUnicode_InternFromString("module");

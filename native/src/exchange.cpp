@@ -65,6 +65,13 @@ Exchange::Exchange(nb::handle capsule) : read_(nullptr) {
   if (read_ == nullptr) refuse("exchange: expected version 1, with a description of tensors");
 }
 
+void Exchange::shape(nb::handle tensor, const char* name, int64_t (&sizes)[4]) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  if (x.dims != 4) refuse(complain("%s: expected a tensor of 4 dims", name));
+  for (int i = 0; i < 4; ++i) sizes[i] = x.shape[i];
+}
+
 Array Exchange::array(nb::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4],
                       int head, int row) const {
   Description x;

@@ -15,6 +15,9 @@ class Exchange {
  public:
   explicit Exchange(nanobind::handle capsule);
 
+  // The four sizes of a tensor, in the order of its dims.
+  void shape(nanobind::handle tensor, const char* name, int64_t (&sizes)[4]) const;
+
   // An array of these four sizes on the CPU, in this order in the tensor's shape; `head` and `row`
   // are the dims of the heads and of the rows.
   Array array(nanobind::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4],

@@ -64,6 +64,9 @@ class Backend:
     `package`: the distribution that a dry run looks up in the facts it was given.
     `configs`: ``(problem) -> configurations`` that tuning may choose among, beside ``{}``.
     `foretell`: ``(facts) -> Available | Missing``, the probe of a machine that one does not have.
+    `any_lengths`: neither the check nor a kernel depends on batch and lengths but by their order,
+    by whether one of them is 0 or 1 and, below 17 keys and at powers of two, by their size; kernels
+    take them from the arrays. Then one choice and one kernel serve a cache that grows.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Backend:
     summary: str = ""
     configs: Callable[[Problem], Iterable[Mapping[str, Any]]] | None = None
     foretell: Callable[[Facts], Probe] | None = None
+    any_lengths: bool = False
 
     @property
     def key(self) -> Key:

@@ -164,7 +164,7 @@ def test_errors_of_kernels_reach_the_caller_and_nothing_runs_twice() -> None:
         raise LookupError("of the kernel")
 
     for way in (short.in_python, short.native):
-        table.rows[key] = Row(row.check, fails, row.plan, {})
+        table.rows[key] = Row(row.check, fails, row.plan, {}, {})
         table.changed()
         with pytest.raises(LookupError, match="of the kernel"):
             way.attention(q, k, v, *{**DEFAULTS, "scale": 0.5}.values())

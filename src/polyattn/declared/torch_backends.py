@@ -86,7 +86,7 @@ def _flash() -> Backend:
         functools.partial(_torch_probe, needs=_operator_of("sdpa_flash")),
         _loader("sdpa", "load_flash"), _flash_extra, "torch",
         "torch's flash kernels: CPU, and FlashAttention 2 on CUDA",
-        _fold_choices,
+        _fold_choices, any_lengths=True,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _efficient() -> Backend:
             _torch_probe, cuda_only=True, needs=_operator_of("sdpa_efficient")
         ),
         _loader("sdpa", "load_efficient"), _efficient_extra, "torch",
-        "torch's memory-efficient kernel (CUTLASS), CUDA only",
+        "torch's memory-efficient kernel (CUTLASS), CUDA only", any_lengths=True,
     )  # fmt: skip
 
 
@@ -155,6 +155,7 @@ def _cudnn() -> Backend:
             _torch_probe, cuda_only=True, needs=_operator_of("sdpa_cudnn")
         ),
         _loader("sdpa", "load_cudnn"), _cudnn_extra, "torch", "cuDNN's fused attention, CUDA only",
+        any_lengths=True,
     )  # fmt: skip
 
 
@@ -179,7 +180,7 @@ def _math() -> Backend:
         "sdpa_math", "torch", anywhere,
         functools.partial(_torch_probe, needs=_operator_of("sdpa_math")),
         _loader("sdpa", "load_math"), None, "torch",
-        "torch's unfused path: matmul, softmax, matmul; materialises the scores",
+        "torch's unfused path: matmul, softmax, matmul; materialises the scores", any_lengths=True,
     )  # fmt: skip
 
 
@@ -195,6 +196,7 @@ def _native_cpu() -> Backend:
         "native_cpu", "torch", cpu, _native_probe, _loader("native_cpu.backend"), _native_extra,
         "torch", "the C++ kernels of this package: tiles that a mask empties are skipped, and "
         "scores are never materialised, forward and backward", foretell=instructions.foretell,
+        any_lengths=True,
     )  # fmt: skip
 
 
@@ -270,5 +272,5 @@ def _reference() -> Backend:
     )  # fmt: skip
     return Backend(
         "reference", "torch", anywhere, _torch_probe, _loader("reference"), None, "torch",
-        "the definition, in float64; slow, and right",
+        "the definition, in float64; slow, and right", any_lengths=True,
     )  # fmt: skip

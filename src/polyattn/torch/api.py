@@ -22,9 +22,9 @@ from polyattn.problem import Problem
 from polyattn.requests import Request
 from polyattn.selection import Selection
 from polyattn.torch import platform, short
-from polyattn.torch.cache import Key, key_for
 from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
+from polyattn.torch.keys import Key, key_for
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]

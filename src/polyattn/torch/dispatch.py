@@ -19,12 +19,16 @@ from polyattn import scopes
 from polyattn.choice import Plan, current_wishes, plan_for, prepared
 from polyattn.decide import Wishes
 from polyattn.errors import Unsupported
+from polyattn.problem import Problem
 from polyattn.registry import registry
-from polyattn.selection import Rejected
+from polyattn.selection import Rejected, Selection
 from polyattn.torch import recompute
-from polyattn.torch.cache import Entry, Key, switches, table, tensor_check
+from polyattn.torch.cache import Entry, Wide, table
+from polyattn.torch.checks import tensor_check
 from polyattn.torch.door import Call, admit, rebind
 from polyattn.torch.empty import answer_empty
+from polyattn.torch.keys import Key, switches
+from polyattn.torch.spans import size_class, span_of
 
 __all__ = ["AttentionWay", "Way", "dispatch", "resolve", "runner", "switched_on", "wishes_here"]
 
@@ -33,6 +37,10 @@ _state = scopes.state
 
 class Way(Protocol):
     """One way in: how its calls are admitted, and what runs them."""
+
+    @property
+    def mask(self) -> Any:
+        """The mask that calls are admitted with."""
 
     def admit(self, q: Any, k: Any, v: Any) -> Call:
         """Check the call."""
@@ -46,6 +54,10 @@ class AttentionWay:
     """Calls of ``attention``: `options` are its own."""
 
     options: dict[str, Any]
+
+    @property
+    def mask(self) -> Any:
+        return self.options["mask"]
 
     def admit(self, q: Any, k: Any, v: Any) -> Call:
         return admit(q, k, v, **self.options)
@@ -64,7 +76,7 @@ def dispatch(
     """
     key = _with_cast(key, q)
     regions = recompute.regions() if _state.armed and recompute.is_possible() else None
-    entry: Entry | None = None
+    entry: Entry | Wide | None = None
     if regions is not None:
         place = (q.shape, k.shape, v.shape, q.dtype, *_kind(key))
         replayed, entry = regions.replay(place)
@@ -77,7 +89,7 @@ def dispatch(
     if regions is not None:
         regions.note(place, entry)
     for ran in scopes.recording.get(()):
-        ran.append(entry.plan.selection)
+        ran.append(_selection(entry, q, k))
     return entry.run(q, k, v, *arguments)
 
 
@@ -113,7 +125,7 @@ def switched_on() -> frozenset[str] | None:
 
 def _entry(
     way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any, asked: bool = True
-) -> Entry:
+) -> Entry | Wide:
     """Return the remembered entry of a call, or make one; not `asked`: as if under no request."""
     found = table.find(key, q, k, v)
     if found is not None:
@@ -128,20 +140,60 @@ def _entry(
             left=wanted.left,
             on_unsupported=wanted.on_unsupported,
         )
-    return _remember(way, plan_for(call.problem, wanted), call, key, q, k, v, epoch)
+    plan = plan_for(call.problem, wanted)
+    return _remember(way, plan, call, key, q, k, v, epoch, _is_of_class(plan, wanted))
 
 
 def _remember(
-    way: Way, plan: Plan, call: Call, key: Key | None, q: Any, k: Any, v: Any, epoch: str
-) -> Entry:
+    way: Way, plan: Plan, call: Call, key: Key | None, q: Any, k: Any, v: Any, epoch: str,
+    of_class: bool = False,
+) -> Entry:  # fmt: skip
     run = way.runner(plan, call)
     entry = Entry(tensor_check(q, k, v), run, plan, getattr(run, "operator", None))
     if plan.is_final:
-        table.add(key, entry, q, k, v, epoch)
+        wide = _wide(way.mask, entry, call.problem, q, k, v) if of_class else None
+        table.add(key, entry, q, k, v, epoch, wide)
     return entry
 
 
-def _again(entry: Entry, way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any) -> Entry:
+def _is_of_class(plan: Plan, wanted: Wishes) -> bool:
+    """Say whether a choice is that of all sizes of its class (see `polyattn.torch.spans`).
+
+    What was asked for first may refuse some of them: then the next one is right for these alone.
+    """
+    chosen = plan.selection
+    if not registry["torch", chosen.backend].any_lengths:
+        return False
+    asked = wanted.ordered()
+    return not asked or (chosen.source.is_request and asked[0][1].names[0] == chosen.backend)
+
+
+def _wide(
+    mask: Any, entry: Entry, problem: Problem, q: Tensor, k: Tensor, v: Tensor
+) -> Wide | None:
+    """Return what serves the other sizes of the call's class, if there is a class."""
+    if problem.paged is not None or size_class(problem.layout, q.shape, k.shape, v.shape) is None:
+        return None
+    span = span_of(mask, problem.q_len, problem.kv_len)
+    if span is None:
+        return None
+    row = 1 if problem.layout == "BTNH" else 2
+    return Wide(tensor_check(q, k, v, (0, row)), entry.run, entry.plan, *span)
+
+
+def _selection(entry: Entry | Wide, q: Any, k: Any) -> Selection:
+    """Return the selection of a call, which in an entry of a class is about another's sizes."""
+    selection: Selection = entry.plan.selection
+    if not isinstance(entry, Wide) or (problem := selection.problem) is None:
+        return selection
+    row = 1 if problem.layout == "BTNH" else 2
+    sizes = {"batch": q.shape[0], "q_len": q.shape[row], "kv_len": k.shape[row]}
+    return replace(selection, problem=problem.with_(**sizes))
+
+
+def _again(
+    entry: Entry | Wide, way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any
+) -> Entry:
     """Prepare the noted choice for a recomputation that differs from the forward pass.
 
     Reentrant checkpointing runs the forward pass without gradients and computes again with them,
@@ -186,7 +238,7 @@ def runner(plan: Plan, call: Call) -> Callable[..., Any]:
     if bound.is_static:
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, bound, bias, sinks)
     return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(
-        q, k, v, rebind(mask, problem, q.device), bias, sinks
+        q, k, v, rebind(mask, problem, q, k), bias, sinks
     )
 
 

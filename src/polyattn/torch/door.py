@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,13 +88,27 @@ def admit(q: Any, k: Any, v: Any, **options: Any) -> Call:
     )
 
 
-def rebind(mask: Mask, problem: Problem, device: torch.device) -> Mask:
+class Lengths(NamedTuple):
+    """The sizes of a call that its mask has to fit."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    layout: str
+
+
+def rebind(mask: Mask, problem: Problem, q: Tensor, k: Tensor) -> Mask:
     """Bind the mask of a further call of the same class; its arrays may hold other values."""
-    if problem.layout != "packed":
-        simple = simplify(mask, problem.q_len, problem.kv_len)
-        mask = mask if simple is None else simple
-    bound = bind_mask(mask, device)
-    check_mask(bound, problem)
+    if problem.layout == "packed":
+        bound = bind_mask(mask, q.device)
+        check_mask(bound, problem)
+        return bound
+    row = 1 if problem.layout == "BTNH" else 2
+    here = Lengths(q.shape[0], q.shape[3 - row], q.shape[row], k.shape[row], problem.layout)
+    simple = simplify(mask, here.q_len, here.kv_len)
+    bound = bind_mask(mask if simple is None else simple, q.device)
+    check_mask(bound, here)
     return bound
 
 

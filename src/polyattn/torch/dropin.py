@@ -31,7 +31,7 @@ from polyattn.masks import Causal, Dense, Mask
 from polyattn.registry import registry
 from polyattn.selection import Selection, Source
 from polyattn.torch import short, traced
-from polyattn.torch.cache import PLAIN, Key, key_for, switches
+from polyattn.torch.cache import PLAIN
 from polyattn.torch.dispatch import AttentionWay, dispatch, runner
 from polyattn.torch.door import Call, admit, facts_of
 from polyattn.torch.internals import (
@@ -45,6 +45,7 @@ from polyattn.torch.internals import (
     torch_sdpa,
     tracing_state,
 )
+from polyattn.torch.keys import Key, key_for, switches
 from polyattn.torch.model import facts_of as facts_of_model
 from polyattn.torch.model import model_of_sdpa
 
@@ -106,6 +107,10 @@ class _SdpaWay:
 
     attn_mask: Any
     options: dict[str, Any]
+
+    @property
+    def mask(self) -> Any:
+        return self.options["mask"]
 
     def admit(self, q: Any, k: Any, v: Any) -> Call:
         return admit(q, k, v, **self.options)
@@ -209,7 +214,7 @@ def _modelled(
     else:
         q, k, v = q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4)
     mask, bias = options["mask"], options["bias"]
-    four = Key.of(mask, bias, scale, None, None, dropout_p, "BNTH", False, None, None)
+    four = Key.of(q, k, mask, bias, scale, None, None, dropout_p, "BNTH", False, None, None)
     out = dispatch(AttentionWay(options), four, q, k, v, (mask, bias, None), None)
     out = out.contiguous()  # as torch's own, which runs its unfused path for these
     return out.unflatten(0, lead) if lead else out.squeeze(0)

@@ -17,10 +17,10 @@ from polyattn.admission import admit_pages, check_lengths
 from polyattn.choice import Plan
 from polyattn.masks import Causal, Mask
 from polyattn.torch import short
-from polyattn.torch.cache import Key, key_for
 from polyattn.torch.dispatch import dispatch
 from polyattn.torch.door import FRONT, Call
 from polyattn.torch.empty import answer_empty
+from polyattn.torch.keys import Key, key_for
 from polyattn.torch.traced import refuse
 
 __all__ = ["paged_attention"]
@@ -98,6 +98,10 @@ class _PagedWay:
     table: Any
     lengths: Any
     options: dict[str, Any]
+
+    @property
+    def mask(self) -> Any:
+        return self.options["mask"]
 
     def admit(self, q: Any, k: Any, v: Any) -> Call:
         problem = admit_pages(q, k, v, self.table, self.lengths, front=FRONT, **self.options)

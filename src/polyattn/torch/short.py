@@ -20,11 +20,12 @@ from torch.nn import Parameter
 
 from polyattn import scopes, settings
 from polyattn.errors import MissingDependency
-from polyattn.masks import And, Causal, Full, Or, Window
+from polyattn.masks import And, Causal, Dense, Full, Or, Window
 from polyattn.native.module import load
 from polyattn.torch import recompute
-from polyattn.torch.cache import (
-    PLAIN,
+from polyattn.torch.cache import PLAIN, table, wide_of
+from polyattn.torch.internals import is_grad_enabled
+from polyattn.torch.keys import (
     STRANGE,
     SWITCHES,
     Key,
@@ -32,8 +33,8 @@ from polyattn.torch.cache import (
     array_key,
     bias_key,
     determined,
+    mask_key,
     switches,
-    table,
 )
 
 __all__ = ["MISSED", "attention", "in_python", "native", "paged", "sdpa"]
@@ -67,7 +68,7 @@ def _attention(
         ):  # fmt: skip
             run, operator = _plainest(q, k, v, layout)
         if run is None:
-            run = _found(Key.of(*options), q, k, v, recorders)
+            run = _found(Key.of(q, k, *options), q, k, v, recorders)
     except STRANGE:
         return MISSED
     if operator is not None:
@@ -81,7 +82,7 @@ def _sdpa(
     try:
         if not _is_taken(q, k, v):
             return MISSED
-        key = Key.of_sdpa(attn_mask, dropout_p, is_causal, scale, gqa)
+        key = Key.of_sdpa(q, k, attn_mask, dropout_p, is_causal, scale, gqa)
         run = _found(key, q, k, v, _recorders(()) if _state.armed else ())
     except STRANGE:
         return MISSED
@@ -96,7 +97,7 @@ def _paged(
     try:
         if not _is_taken(q, k, v):
             return MISSED
-        key = Key.of_paged(block_table, lengths, *options)
+        key = Key.of_paged(q, k, block_table, lengths, *options)
         run = _found(key, q, k, v, _recorders(()) if _state.armed else ())
     except STRANGE:
         return MISSED
@@ -130,10 +131,12 @@ def _found(key: Key, q: Any, k: Any, v: Any, recorders: Any) -> Any:
     row = _rows.get(key)
     if row is None:
         return None
-    check, run, plan, by_shapes = row
-    if not check(q, k, v):
-        alike = by_shapes.get((q.shape, k.shape, v.shape), ())
+    run, plan = row.run, row.plan
+    if not row.check(q, k, v):
+        alike = row.by_shapes.get((q.shape, k.shape, v.shape), ())
         entry = next((entry for entry in alike if entry.check(q, k, v)), None)
+        if entry is None and not recorders:  # who are told the sizes, which no class has
+            entry = wide_of(row, key.layout, q, k, v)
         if entry is None:
             return None
         run, plan = entry.run, entry.plan
@@ -155,9 +158,9 @@ def _in_native() -> Any:
         return None
     parts = (
         MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
-        scopes.scope, scopes.recording, determined, *SWITCHES, *recompute.ASKED, environ,
-        _BACKEND, array_key, bias_key, (Causal, Full, Window), (And, Or), "attention", "sdpa",
-        "paged", "BNTH",
+        scopes.scope, scopes.recording, determined, is_grad_enabled, *SWITCHES, *recompute.ASKED,
+        environ, _BACKEND, array_key, bias_key, mask_key, Dense, (Causal, Full, Window), (And, Or),
+        "attention", "sdpa", "paged", "BNTH",
     )  # fmt: skip
     try:
         made = door(parts, Key._fields)

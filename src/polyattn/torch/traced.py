@@ -25,11 +25,11 @@ from polyattn.choice import Plan, plan_for, wishes
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
 from polyattn.selection import Selection
-from polyattn.torch.cache import switches
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.internals import mark_constant, order_effects, passed_on
+from polyattn.torch.keys import switches
 from polyattn.torch.masking import bind_mask
 from polyattn.torch.model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
 

@@ -18,7 +18,7 @@ from polyattn import settings
 from polyattn.biases import Alibi
 from polyattn.native import module
 from polyattn.problem import Problem
-from polyattn.torch.backends.native_cpu.arguments import DTYPES, Sizes, program_of, terms_of
+from polyattn.torch.backends.native_cpu.arguments import DTYPES, program_of, terms_of
 from polyattn.torch.backends.native_cpu.autograd import attend
 from polyattn.torch.backends.native_cpu.calls import Constants, Extras, forward
 from polyattn.torch.backends.native_cpu.levels import PLAIN, WATCHERS
@@ -131,21 +131,15 @@ def _split(bias: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, bias.payload) if isinstance(bias, Alibi) else (bias.payload, None)
 
 
-def _bare_sizes(p: Problem) -> tuple[Sizes, tuple[int, ...]]:
-    """Return the sizes that the extension takes, and those of the output."""
-    sizes = Sizes(p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.value_dim)
-    rows = (p.q_len, p.heads) if p.layout == "BTNH" else (p.heads, p.q_len)
-    return sizes, (p.batch, *rows, p.value_dim)
-
-
 def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
     """The shortest way: inference, contiguous last dims, and no mask or one without arrays.
 
-    All that the problem fixes is made here once; the extension asks the tensors for the rest.
+    All that the problem fixes is made here once; the extension asks the tensors for the rest, and
+    for their batch and lengths, in which a problem stands for others.
     """
-    sizes, shape = _bare_sizes(problem)
     code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
-    rows_first, alike = layout == "BTNH", problem.value_dim == problem.head_dim
+    rows_first, last = layout == "BTNH", problem.value_dim
+    alike = last == problem.head_dim
     run, threads, plain = module.load().forward_tensors, torch.get_num_threads, PLAIN
     functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
@@ -169,14 +163,13 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
         if alike and (q.is_contiguous() or not rows_first):
             out = empty_like(q)
             if out.stride(3) != 1:  # of rows that overlap
-                out = q.new_empty(shape)
+                out = q.new_empty(q.shape)
         else:
-            out = q.new_empty(shape)
+            out = q.new_empty((*q.shape[:3], last))
         isa = place if raw(variable) is asked else module.isa_index()
         try:
             run(
-                exchange, isa, threads(), code, rows_first, sizes, scale, softcap, q, k, v, out,
-                terms,
+                exchange, isa, threads(), code, rows_first, scale, softcap, q, k, v, out, terms
             )  # fmt: skip
         except ValueError:  # zeros without memory, say: the other way knows, or says what is wrong
             return careful(q, k, v, mask, bias, sinks)
