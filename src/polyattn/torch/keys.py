@@ -89,8 +89,8 @@ class Key(NamedTuple):
         """Return the key of a call with torch's signature."""
         key = cls(
             "BNTH", added_key(attn_mask, q, k, "BNTH"), scale, None, dropout_p, False, None, None,
-            around(), determined(), switches(), settings.raw(settings.BACKEND), causal=is_causal, gqa=gqa,
-            door="sdpa",
+            around(), determined(), switches(), settings.raw(settings.BACKEND), causal=is_causal,
+            gqa=gqa, door="sdpa",
         )  # fmt: skip
         hash(key)
         return key

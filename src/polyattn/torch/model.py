@@ -1,10 +1,11 @@
 """The model of a traced call: constants that stand for its arguments.
 
-A compiler keeps lengths symbolic, and what is decided about a call may not depend on them but by
-comparisons, which it guards. In the model each length is therefore stood in for by a number of its
-class (see :func:`model_of`) such that two sizes are equal in the model exactly where they are equal
-in the call: whether arguments fit each other is the same question of both. Where no such numbers
-are found, and to say in an error what was really given, the model holds the sizes themselves.
+A compiler keeps batch and lengths symbolic, and what is decided about a call may not depend on them
+but by comparisons, which it guards. In the model they are therefore names (:data:`B`, :data:`T`,
+:data:`S`), for which `polyattn.torch.lengths` puts numbers, such that two sizes are equal in the
+model exactly where they are equal in the call: whether arguments fit each other is the same
+question of both. Where a size has no name and no number, and to say in an error what was really
+given, the model holds the sizes themselves.
 """
 
 from __future__ import annotations
@@ -21,86 +22,90 @@ from polyattn.payload import shape_of
 from polyattn.simplify import simplify
 
 __all__ = [
-    "facts_of", "mask_of", "model_of", "model_of_plain", "model_of_sdpa", "plain_model_of",
+    "ARRAY", "B", "ROWS", "S", "T", "facts_of", "mask_of", "model_of", "model_of_plain",
+    "model_of_sdpa", "plain_model_of",
 ]  # fmt: skip
 
-_ARRAY, _OTHER = "array", "other"
+B, T, S = "batch", "queries", "keys"
+"""The sizes that a model leaves open."""
+ROWS = "rows of blocks"
+"""How many blocks the queries make: ``(ROWS, block_q)``."""
+ARRAY, _OTHER = "array", "other"
 
 
-def plain_model_of(q: Any, k: Any, v: Any, turned: bool) -> tuple[Any, Any]:
+def plain_model_of(q: Any, k: Any, v: Any, turned: bool, asked: Any, limits: Any) -> Any:
     """Return what :func:`model_of` does, for dense tensors of four dims and nothing else.
 
-    `turned`: heads come second. The arrays of the model are lists. Most calls are such, and a
-    compiler guards every global and built-in that is read, at each call: so nothing is read here,
-    and what is called is nested.
+    `turned`: heads come second. Sizes are compared where they stand: which of the arrays' dims are
+    the same one is known here. Most calls are such, and a compiler guards every global and built-in
+    that is read, at each call: so nothing is read here, and what is called is nested.
     """
 
-    def number_of(size: int, as_power: bool) -> int:
-        # by comparisons only: those with powers of two guard a range of a symbolic size
-        low, high = 0, 1
-        while high < size:
-            high *= 2
-        while not as_power and low < high:
+    def number_of(size: int) -> int:
+        low, high = 0, bound_of(size)
+        while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if size <= middle else (middle + 1, high)
+        return high
+
+    def bound_of(size: int) -> int:
+        # by comparisons only: those with powers of two guard a range of a symbolic size
+        high = 1
+        while high < size:
+            high *= 2
         return high if size else 0
-
-    def apart(stand_in: int, size: int) -> int:
-        for other, taken in stands:
-            if stand_in == taken and size != other:
-                return apart(stand_in * 2, size)
-        return stand_in
-
-    def modelled(size: int) -> int:
-        for known, stand_in in stands:
-            if size == known:
-                return stand_in
-        return -1
 
     ti, ni = (2, 1) if turned else (1, 2)
     b, t, s, n = q.shape[0], q.shape[ti], k.shape[ti], q.shape[ni]
-    stands = [(1, 1), *[(x, number_of(x, False)) for x in (n, k.shape[ni], q.shape[3], v.shape[3])]]
-    for_t, for_s = number_of(t, True), number_of(s, True)
-    while t < s and for_s <= for_t:
-        for_s = apart(for_s * 2, s)
-    while s < t and for_t <= for_s:
-        for_t = apart(for_t * 2, t)
-    stands += [(t, for_t), (s, for_t if t == s else for_s)]
-    if b != t and b != s:
-        stands.append((b, apart(number_of(b, True), b)))
-    found = []
+    sizes = (b, t, s, n)
+    fits = k.shape[0] == b and v.shape[0] == b and v.shape[ti] == s
+    if not (fits and v.shape[ni] == k.shape[ni] and k.shape[3] == q.shape[3]):
+        return sizes, None, None
+    fixed = [number_of(x) for x in (n, k.shape[ni], q.shape[3], v.shape[3])]
+    arrays = []
     for x in (q, k, v):
         unit = x.stride(3) == 1 or x.shape[3] <= 1
-        shape = [modelled(size) for size in x.shape]
-        found.append([shape, x.dtype, x.device, x.requires_grad, unit])
-    return (b, t, s, n), found
+        arrays.append([x.dtype, x.device, x.requires_grad, unit])
+    order = 0 if t == s else -1 if t < s else 1
+    bounds = (bound_of(b), 0 if order == 0 else bound_of(t), order)
+    found, stand_in = (turned, fixed, arrays), 0
+    if s > 0:
+        known = limits(found, bounds, asked)
+        stand_in = known[-1][1]
+        for limit, number in known[:-1]:
+            if s <= limit:
+                stand_in = number
+                break
+    return sizes, found, (*bounds, stand_in)
 
 
 def model_of_plain(found: Any) -> Any:
-    """Return the model that :func:`plain_model_of` describes; None where sizes are not known."""
-    if any(min(shape) < 0 for shape, *_ in found):
-        return None
-    arrays = [
-        (_ARRAY, tuple(shape), dtype, str(device), grad, unit, "strided")
-        for shape, dtype, device, grad, unit in found
-    ]
-    return (*arrays, None, None, None)
+    """Return the model that :func:`plain_model_of` describes."""
+    turned, (n, kv, h, last), arrays = found
+    heads = [(n, T, h), (kv, S, h), (kv, S, last)]
+    made = []
+    for (dtype, device, grad, unit), (count, length, dim) in zip(arrays, heads, strict=True):
+        shape = (B, count, length, dim) if turned else (B, length, count, dim)
+        made.append((ARRAY, shape, dtype, str(device), grad, unit, "strided"))
+    return (*made, None, None, None)
 
 
 def model_of(
-    q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, exact: bool
-) -> tuple[Any, Any, Any]:
-    """Return what may be empty of (B, T, S, N) as sizes, the simplified mask, and the model.
+    q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, asked: Any, limits: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Return what may be empty of (B, T, S, N) as sizes, the simplified mask, model and bounds.
 
-    The model is nested tuples of constants, or None where only an `exact` one can be made: with
-    symbolic lengths T, S and B rounded up to powers of two, in the order that they have and apart
-    from each other and from the other sizes where they differ.
+    The model is nested tuples of constants, or None where only an exact one can be made. The bounds
+    are what batch and queries are up to, powers of two (for queries 0 where they are as many as
+    keys), the order of T and S, and a number for the keys. `limits`: None for an exact model, else
+    ``(model, bounds, asked) -> ((limit, number), ...)``, see `polyattn.torch.lengths`.
     """
+    exact = limits is None
     rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout) if isinstance(layout, str) else None
     fits = rank is not None and isinstance(q, Tensor) and isinstance(k, Tensor)
     fits = fits and isinstance(v, Tensor) and not (q.is_nested or k.is_nested or v.is_nested)
     fits = fits and q.dim() == rank and k.dim() == rank and v.dim() == rank
-    sizes, stand_ins = (1, 1, 1, 1), _StandIns(exact)
+    sizes, names, bounds = (1, 1, 1, 1), _Names(), (1, 1, 0, 1)
     if fits:
         ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
         t, s = q.shape[ti], k.shape[ti]
@@ -108,16 +113,32 @@ def model_of(
         if isinstance(mask, Mask) and layout != "packed":
             mask = simplify(mask, t, s)
         if not exact:
-            others = (q.shape[ni], k.shape[ni], q.shape[-1], v.shape[-1])
-            stand_ins.find(b, t, s, others, mask is not None or bias is not None)
+            fixed = (q.shape[ni], k.shape[ni], q.shape[-1], v.shape[-1])
+            names = _Names(b, t, s, fixed, layout == "packed")
         sizes = b, t, s, q.shape[ni]
     elif not exact:
-        return sizes, mask, None
+        return sizes, mask, None, bounds
     model = (
-        stand_ins.array(q), stand_ins.array(k), stand_ins.array(v), stand_ins.holder(mask),
-        stand_ins.holder(bias), None if sinks is None else stand_ins.array(sinks),
+        *[names.input(x, place, layout) for place, x in enumerate((q, k, v))],
+        names.holder(mask), names.holder(bias), None if sinks is None else names.array(sinks),
     )  # fmt: skip
-    return sizes, mask, None if stand_ins.fall_short else model
+    if names.fall_short:
+        return sizes, mask, None, bounds
+    if not exact:
+        bounds = _bounds(b, t, s, model, asked, limits)
+    return sizes, mask, model, bounds
+
+
+def _bounds(b: int, t: int, s: int, model: Any, asked: Any, limits: Any) -> Any:
+    order = 0 if t == s else -1 if t < s else 1
+    bounds = (_round_up(b), 0 if order == 0 else _round_up(t), order)
+    if s == 0:
+        return (*bounds, 0)
+    known = limits(model, bounds, asked)
+    for limit, number in known[:-1]:
+        if s <= limit:
+            return (*bounds, number)
+    return (*bounds, known[-1][1])
 
 
 def _round_up(size: int) -> int:
@@ -140,68 +161,60 @@ def _number_of(size: int) -> int:
     return low
 
 
-def _apart(stand_in: int, size: int, others: list[tuple[int, int]]) -> int:
-    """Double a stand-in until no other size has it."""
-    clash = True
-    while clash:
-        clash = False
-        for other, taken in others:
-            if stand_in == taken and size != other:
-                stand_in *= 2
-                clash = True
-    return stand_in
+class _Names:
+    """The names of one call's sizes, and its arguments described by them; without: by numbers."""
 
+    def __init__(
+        self, b: int = 0, t: int = 0, s: int = 0, fixed: tuple[int, ...] | None = None,
+        packed: bool = False,
+    ) -> None:  # fmt: skip
+        self.exact = fixed is None
+        self.pairs: list[tuple[int, Any]] = []
+        self.fall_short = False  # a size was met that has no name and no number
+        self.rows = t
+        self.places: list[Any] = []
+        if fixed is None:
+            return
+        self.pairs = [(s, S), (t, S if t == s else T), (b, B)]
+        if packed:  # sequences are told by one number more than there are of them
+            self.pairs.append((b + 1, (B, 1)))
+        numbers = [_number_of(x) for x in fixed]
+        self.pairs += [(1, 1), *zip(fixed, numbers, strict=True)]
+        n, kv, h, last = zip(fixed, numbers, strict=True)
+        heads = (n, (t, S if t == s else T), h), (kv, (s, S), h), (kv, (s, S), last)
+        self.places = [((b, B), *rest) for rest in heads]
 
-class _StandIns:
-    """What stands in for the sizes of one call, and its arguments described by that."""
-
-    def __init__(self, exact: bool) -> None:
-        self.exact = exact
-        self.pairs: list[tuple[int, int]] = []  # sizes and what stands in for them
-        self.fall_short = False  # a size was met that nothing stands in for
-        self.rows = (1, 1)  # T, and what stands in for it
-
-    def find(self, b: int, t: int, s: int, others: tuple[int, ...], has_arrays: bool) -> None:
-        """Choose what stands in for B, T and S; where arrays are compared with them, apart."""
-        fixed = [(1, 1)]
-        for x in others:
-            fixed.append((x, _number_of(x)))
-        for_t, for_s = _round_up(t), _round_up(s)
-        if has_arrays:
-            for_t, for_s = _apart(for_t, t, fixed), _apart(for_s, s, fixed)
-        if t == s:
-            for_s = for_t
-        elif t < s:
-            while for_s <= for_t:
-                for_s = _apart(for_s * 2, s, fixed)
-        else:
-            while for_t <= for_s:
-                for_t = _apart(for_t * 2, t, fixed)
-        self.pairs = [*fixed, (t, for_t), (s, for_s)]
-        self.rows = t, for_t
-        if b != t and b != s:
-            self.pairs.append((b, _apart(_round_up(b), b, self.pairs)))
-        # packed sequences are told by one number more than there are of them
-        self.pairs.append((b + 1, _apart(self.of(b) + 1, b + 1, self.pairs)))
-
-    def of(self, size: int) -> int:
+    def of(self, size: int) -> Any:
         if self.exact:
             return _number_of(size)
-        for known, stand_in in self.pairs:
+        for known, name in self.pairs:
             if size == known:
-                return stand_in
+                return name
         self.fall_short = True
         return _number_of(size)
 
-    def array(self, x: Any) -> Any:
+    def input(self, x: Any, place: int, layout: str) -> Any:
+        """Describe query, key or value: where a dim is what it has to be, it is not looked for."""
+        found = self.array(x, shaped=self.exact)
+        if self.exact or found[0] != ARRAY or found[-1] != "strided":
+            return found
+        batch, head, row, last = self.places[place]
+        order = {"BNTH": (batch, head, row, last), "BTNH": (batch, row, head, last)}
+        wanted = order.get(layout, (row, head, last))
+        shape = []
+        for size, (known, name) in zip(x.shape, wanted, strict=True):
+            shape.append(name if size == known else self.of(size))
+        return (ARRAY, tuple(shape), *found[2:])
+
+    def array(self, x: Any, shaped: bool = True) -> Any:
         if not isinstance(x, Tensor):
             return (_OTHER, type(x).__name__)
         if x.is_nested or x.layout != torch.strided:
             form = "nested" if x.is_nested else "sparse"
-            return (_ARRAY, (), x.dtype, str(x.device), x.requires_grad, True, form)
+            return (ARRAY, (), x.dtype, str(x.device), x.requires_grad, True, form)
         unit = x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1
-        shape = tuple([self.of(size) for size in x.shape])
-        return (_ARRAY, shape, x.dtype, str(x.device), x.requires_grad, unit, "strided")
+        shape = tuple([self.of(size) for size in x.shape]) if shaped else ()
+        return (ARRAY, shape, x.dtype, str(x.device), x.requires_grad, unit, "strided")
 
     def argument(self, x: Any, boolean: bool = False) -> Any:
         if isinstance(x, Tensor):
@@ -209,7 +222,7 @@ class _StandIns:
         if isinstance(x, tuple):  # a list of the caller's, whose numbers nothing rests on
             dtype = torch.bool if boolean else torch.int64
             shape = tuple([self.of(size) for size in shape_of(x)])
-            return (_ARRAY, shape, dtype, "cpu", False, True, "strided")
+            return (ARRAY, shape, dtype, "cpu", False, True, "strided")
         return _number_of(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
     def blocks(self, leaf: Any) -> Any:
@@ -217,17 +230,16 @@ class _StandIns:
         if self.exact or not isinstance(leaf.counts, Tensor):
             return (type(leaf), tuple([self.argument(x) for x in leaf.arguments]))
         block_q, block_k = _number_of(leaf.block_q), _number_of(leaf.block_k)
-        t, for_t = self.rows
         counts = leaf.counts.shape
-        if counts[2] != -(-t // block_q):
+        if counts[2] != -(-self.rows // block_q):
             self.fall_short = True
-        shape = (self.of(counts[0]), self.of(counts[1]), -(-for_t // block_q))
+        shape = (self.of(counts[0]), self.of(counts[1]), (ROWS, block_q))
         found = []
         for x, dims in (
             (leaf.indices, (*shape, _number_of(leaf.indices.shape[3]))),
             (leaf.counts, shape),
         ):
-            found.append((_ARRAY, dims, x.dtype, str(x.device), False, True, "strided"))
+            found.append((ARRAY, dims, x.dtype, str(x.device), False, True, "strided"))
         return (type(leaf), (block_q, block_k, *found))
 
     def holder(self, x: Any) -> Any:
@@ -247,37 +259,54 @@ def model_of_sdpa(
 ) -> Any:
     """Return the model of a call with torch's signature, or text that says why it can have none.
 
-    Here sizes are only compared with each other: one of each set of equal ones stands for it.
+    Here sizes are only compared where they have to fit: a number stands for each that does not.
     """
     arrays = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     for x in arrays:
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return f"a tensor of type {type(x).__name__}"
-    seen: list[Any] = [0, 1]  # sizes that mean something by themselves
+    rank = q.dim()
     grouped = False
-    if gqa and q.dim() == k.dim() == v.dim() and q.dim() >= 3 and k.shape[-3] == v.shape[-3]:
+    if gqa and rank == k.dim() == v.dim() and rank >= 3 and k.shape[-3] == v.shape[-3]:
         grouped = k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
 
-    def modelled(x: Tensor, as_query: bool) -> Any:
+    def modelled(x: Tensor, fits: list[Any], first: int) -> Any:
+        """Describe a tensor; `fits`: from its last dim on, a size and the number that it has."""
         if x.is_nested or x.layout != torch.strided:
             form = "nested" if x.is_nested else "sparse"
-            return (_ARRAY, (), x.dtype, str(x.device), False, True, form)
+            return (ARRAY, (), x.dtype, str(x.device), False, True, form)
         shape = []
-        for at in range(x.dim()):
-            # heads that share keys and values fit as if they did not
-            size = q.shape[at] if as_query and at == x.dim() - 3 else x.shape[at]
-            place = -1
-            for i in range(len(seen)):
-                if size == seen[i]:
-                    place = i
-                    break
-            if place < 0:
-                place = len(seen)
-                seen.append(size)
-            shape.append(place)
-        return (_ARRAY, tuple(shape), x.dtype, str(x.device), False, True, "strided")
+        for i in range(x.dim()):
+            size, number = x.shape[x.dim() - 1 - i], first + i
+            if i < len(fits) and size == fits[i][0]:
+                number = fits[i][1]
+            elif size == 1:
+                number = 1
+            shape.insert(0, 0 if size == 0 else number)
+        return (ARRAY, tuple(shape), x.dtype, str(x.device), False, True, "strided")
 
-    made = [modelled(x, grouped and x is not attn_mask and x is not q) for x in arrays]
+    def sizes_of(x: Tensor, first: int) -> list[Any]:
+        return [(x.shape[x.dim() - 1 - i], first + i) for i in range(x.dim())]
+
+    if q.is_nested or k.is_nested or v.is_nested or rank < 3 or k.dim() < 3:
+        made = [modelled(x, [], 10) for x in arrays]
+        return (
+            *made,
+            *(() if attn_mask is not None else (None,)),
+            dropout_p,
+            is_causal,
+            scale,
+            gqa,
+        )
+    of_q, of_k = sizes_of(q, 10), sizes_of(k, 30)
+    lead = of_q[3:]
+    heads = (k.shape[-3], of_q[2][1]) if grouped else of_q[2]
+    last = of_q[0][1]
+    made = [modelled(q, of_q, 10), modelled(k, [of_q[0], of_k[1], heads, *lead], 30)]
+    kept = (k.shape[-3], made[1][1][-3])  # the heads of the keys, as they are described
+    made.append(modelled(v, [(q.shape[-1], last), of_k[1], kept, *lead], 50))
+    if attn_mask is not None:
+        made.append(modelled(attn_mask, [of_k[1], of_q[1], of_q[2], *lead], 70))
     return (*made, *(() if attn_mask is not None else (None,)), dropout_p, is_causal, scale, gqa)
 
 
@@ -294,7 +323,7 @@ def facts_of(x: Any) -> ArrayFacts | Other:
     """Return an array of the model as admission sees it."""
     if isinstance(x, (ArrayFacts, Other)):
         return x
-    if isinstance(x, tuple) and x and x[0] == _ARRAY:
+    if isinstance(x, tuple) and x and x[0] == ARRAY:
         _, shape, dtype, device, grad, unit_stride, form = x
         return ArrayFacts(shape, str(dtype).rpartition(".")[2], device, grad, unit_stride, form)
     if isinstance(x, tuple) and x and x[0] == _OTHER:
@@ -315,6 +344,6 @@ def mask_of(x: Any) -> Any:
             return argument
         if isinstance(argument[0], type):
             return mask_of(argument)
-        return facts_of(argument) if argument[0] in (_ARRAY, _OTHER) else tuple(map(made, argument))
+        return facts_of(argument) if argument[0] in (ARRAY, _OTHER) else tuple(map(made, argument))
 
     return kind(*map(made, arguments))

@@ -22,14 +22,17 @@ from polyattn import scopes
 from polyattn.admission import ArrayFacts, Other, Surroundings
 from polyattn.admission import admit as admit_call
 from polyattn.choice import Plan, plan_for, wishes
+from polyattn.decide import Wishes
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
+from polyattn.problem import Problem
 from polyattn.selection import Selection
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
 from polyattn.torch.internals import mark_constant, order_effects, passed_on
 from polyattn.torch.keys import switches
+from polyattn.torch.lengths import limits_of, with_numbers
 from polyattn.torch.masking import bind_mask
 from polyattn.torch.model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
 
@@ -46,6 +49,7 @@ __all__ = [
 
 _plans: dict[int, Plan] = {}
 _names: dict[Any, str] = {}
+_limits: dict[Any, tuple[tuple[int, int], ...]] = {}
 _state, _local = scopes.state, scopes.local
 
 
@@ -73,8 +77,8 @@ def attention(
         and f"{q.layout}{k.layout}{v.layout}" == "torch.stridedtorch.stridedtorch.strided"
         and q.dim() == 4 and k.dim() == 4 and v.dim() == 4
     ):  # fmt: skip
-        sizes, found = plain_model_of(q, k, v, layout == "BNTH")
-        name = _resolve_plain(found, asked)
+        sizes, found, bounds = plain_model_of(q, k, v, layout == "BNTH", asked, _limits_of_plain)
+        name = "" if found is None else _resolve_plain(found, bounds, asked)
     if name == "":
         q, k, v, sizes, simple, name = _resolved(q, k, v, mask, bias, sinks, layout, asked)
     if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0 or sizes[3] == 0:
@@ -100,11 +104,11 @@ def _resolved(
     if isinstance(q, Tensor) and q.element_size() != 8 and _is_autocast_enabled(q.device.type):
         cast = torch.get_autocast_dtype(q.device.type)
     asked = (*asked, cast)
-    sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, False)
-    name = "" if model is None else _resolve(model, asked, False)
+    sizes, simple, model, bounds = model_of(q, k, v, mask, bias, sinks, layout, asked, _limits_of)
+    name = "" if model is None else _resolve(model, bounds, asked, False)
     if name == "":  # wrong, or one whose symbolic sizes nothing can stand in for
-        sizes, simple, model = model_of(q, k, v, mask, bias, sinks, layout, True)
-        name = _resolve(model, asked, True)
+        sizes, simple, model, _ = model_of(q, k, v, mask, bias, sinks, layout, asked, None)
+        name = _resolve(model, None, asked, True)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     return q, k, v, sizes, simple, name
@@ -148,22 +152,19 @@ class _Constants:
         raise AssertionError("nothing is known of a compiled call's arrays")
 
 
-def _resolve(model: Any, asked: Any, strict: bool) -> str:
+def _resolve(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
     """Admit a call and choose its backend; returns the name of what runs it among the kernels.
 
-    Not `strict`: "" for what is no call, since only a model of the very sizes can say why.
+    `bounds`: see :func:`polyattn.torch.model.model_of`; None for a model of the very sizes. Not
+    `strict`: "" for what is no call, since only such a model can say why.
     """
     _define_note()
-    numbers = [as_text(x) if isinstance(x, (int, float)) else x for x in asked[:3]]
-    asked = (*numbers, *asked[3:])
-    key: Any = (
-        model, asked, switches(), torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    try:
-        known = _names.get(key)
-    except TypeError:  # an option without a hash: for admission to say
-        known = key = None
+    asked = _with_numbers_as_text(asked)
+    model = model if bounds is None else with_numbers(model, bounds)
+    if model is None:
+        return ""
+    key: Any = _key(model, asked)
+    known = None if key is None else _names.get(key)
     if known is None:
         try:
             known = _planned(model, asked)
@@ -181,15 +182,53 @@ def _resolve(model: Any, asked: Any, strict: bool) -> str:
 mark_constant(_resolve)
 
 
-def _resolve_plain(found: Any, asked: Any) -> str:
+def _with_numbers_as_text(asked: Any) -> Any:
+    return (*[as_text(x) if isinstance(x, (int, float)) else x for x in asked[:3]], *asked[3:])
+
+
+def _key(model: Any, asked: Any) -> Any:
+    """Return the key of what is decided, or None for an option without a hash."""
+    key = (
+        model, asked, switches(), torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    try:
+        hash(key)
+    except TypeError:  # for admission to say
+        return None
+    return key
+
+
+def _resolve_plain(found: Any, bounds: Any, asked: Any) -> str:
     """Resolve a call of three tensors and nothing else, not strictly; "" under autocast."""
-    model = model_of_plain(found)
-    if model is None or _is_autocast_enabled(found[0][2].type):
+    if _is_autocast_enabled(found[2][0][1].type):
         return ""
-    return _resolve(model, (*asked, None), False)
+    return _resolve(model_of_plain(found), bounds, (*asked, None), False)
 
 
 mark_constant(_resolve_plain)
+
+
+def _limits_of(model: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ...]:
+    """Return up to which key lengths one choice serves; see `polyattn.torch.lengths`."""
+    asked = _with_numbers_as_text(asked)
+    key = _key((model, bounds), asked)
+    known = None if key is None else _limits.get(key)
+    if known is None:
+        known = limits_of(model, bounds, lambda model: (_problem_of(model, asked), _wishes(asked)))
+        if key is not None:
+            _limits[key] = known
+    return known
+
+
+mark_constant(_limits_of)
+
+
+def _limits_of_plain(found: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ...]:
+    return _limits_of(model_of_plain(found), bounds, (*asked, None))
+
+
+mark_constant(_limits_of_plain)
 
 
 def _number_of(name: str) -> int:
@@ -200,22 +239,30 @@ mark_constant(_number_of)
 
 
 def _planned(model: Any, asked: Any) -> str:
-    q, k, v, mask, bias, sinks = model
-    (scale, softcap, dropout_p, layout, return_lse, deterministic, backend, scope, traced, module,
-     _, cast) = asked  # fmt: skip
-    problem = admit_call(
-        facts_of(q), facts_of(k), facts_of(v), front=_Constants(cast), mask=mask_of(mask),
-        bias=mask_of(bias), scale=from_text(scale), softcap=from_text(softcap),
-        sinks=None if sinks is None else facts_of(sinks), dropout_p=from_text(dropout_p),
-        layout=layout, return_lse=return_lse, deterministic=deterministic, is_simple=True,
-    ).problem  # fmt: skip
-    wanted = wishes(backend, None, traced if traced is not None else scope, module)
-    # the switches are read while tracing, as torch's own function does
-    plan = plan_for(problem, replace(wanted, left=switched_on()))
+    plan = plan_for(_problem_of(model, asked), _wishes(asked))
     with scopes.lock:
         number = next(_counter)
         _plans[number] = plan
         return _named(plan.kernel, number)
+
+
+def _problem_of(model: Any, asked: Any) -> Problem:
+    """Admit a model of numbers."""
+    q, k, v, mask, bias, sinks = model
+    scale, softcap, dropout_p, layout, return_lse, deterministic = asked[:6]
+    return admit_call(
+        facts_of(q), facts_of(k), facts_of(v), front=_Constants(asked[-1]), mask=mask_of(mask),
+        bias=mask_of(bias), scale=from_text(scale), softcap=from_text(softcap),
+        sinks=None if sinks is None else facts_of(sinks), dropout_p=from_text(dropout_p),
+        layout=layout, return_lse=return_lse, deterministic=deterministic, is_simple=True,
+    ).problem  # fmt: skip
+
+
+def _wishes(asked: Any) -> Wishes:
+    backend, scope, traced, module = asked[6:10]
+    wanted = wishes(backend, None, traced if traced is not None else scope, module)
+    # the switches are read while tracing, as torch's own function does
+    return replace(wanted, left=switched_on())
 
 
 def _named(kernel: Any, number: int) -> str:
@@ -264,6 +311,7 @@ def _forget() -> None:
     Those of the last one stay, for code that passed its guards before the epoch ended.
     """
     _names.clear()
+    _limits.clear()
     for number in _passing:
         _plans.pop(number, None)
         for name in (f"kernel_{number}", f"operator_{number}"):
