@@ -216,11 +216,12 @@ class Door {
     Outcome outcome = check(PyTuple_GET_ITEM(row.ptr(), 0), a, found);
     if (outcome == kYes) take(row.ptr(), 2, found);
     if (outcome == kNo) outcome = find_by_shapes(PyTuple_GET_ITEM(row.ptr(), 3), a, found);
-    // a recorder is told the sizes of its call, which the plan of a class does not hold
-    if (outcome == kNo && !around.recorders.is_valid()) {
+    const bool exact = outcome == kYes;
+    if (outcome == kNo) {
       outcome = find_by_class(PyTuple_GET_ITEM(row.ptr(), 4), a, shapes, found);
     }
-    return outcome == kYes && around.recorders.is_valid() ? noted(around.recorders, found) : outcome;
+    if (outcome != kYes || !around.recorders.is_valid()) return outcome;
+    return noted(around.recorders, found, exact ? nullptr : a, of.door == here_[kAttention]);
   }
 
   // Of an entry or a row: what runs its calls, and its plan.
@@ -229,9 +230,15 @@ class Door {
     found.plan = nb::borrow(PyTuple_GET_ITEM(entry, plan));
   }
 
-  // Tells the recorders what was chosen.
-  static Outcome noted(const nb::object& recorders, const Found& found) {
-    const nb::object selection = nb::steal(PyObject_GetAttr(found.plan.ptr(), names().selection));
+  // Tells the recorders what was chosen; `a`: the arguments of a call that a class has served, of
+  // which the selection is to have the sizes.
+  Outcome noted(const nb::object& recorders, const Found& found, Arguments a, bool biased) {
+    nb::object selection = nb::steal(PyObject_GetAttr(found.plan.ptr(), names().selection));
+    if (selection.is_valid() && a != nullptr) {
+      selection = nb::steal(PyObject_CallFunctionObjArgs(here_[kResized], selection.ptr(), a[0],
+                                                         a[1], a[3], biased ? a[4] : Py_None,
+                                                         nullptr));
+    }
     if (!selection.is_valid()) return kError;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(recorders.ptr()); ++i) {
       PyObject* const ran = PyTuple_GET_ITEM(recorders.ptr(), i);

@@ -37,6 +37,7 @@ enum Part : int {
   kArrayKey,      // functions: of arrays, biases and masks, what a choice rests on
   kBiasKey,
   kMaskKey,
+  kResized,       // ... and what gives the selection of a class the sizes of a call
   kDense,         // the class of masks that are one array
   kStatic,        // classes of masks without arrays
   kJoined,        // classes of masks with members

@@ -160,13 +160,24 @@ def test_what_is_no_call_is_refused_though_its_class_is_known(name: str, way: An
         WRONG[name]()
 
 
-def test_recorders_are_told_the_sizes_of_each_call(way: Any) -> None:
-    CALLS["plain"](300)
+@pytest.mark.parametrize("name", CALLS)
+def test_recorders_are_told_the_sizes_of_each_call(
+    name: str, way: Any, long_ways: list[Any]
+) -> None:
+    """What they hear of a call that its class has served is what they would hear of it alone."""
+    call = CALLS[name]
     with record_selections() as ran:
-        CALLS["plain"](270)
-        CALLS["plain"](271)
-        attention(*(x.expand(1, -1, -1, -1) for x in step(300)), layout="BNTH")
-    assert [one.problem.kv_len for one in ran if one.problem is not None] == [270, 271, 300]
+        for length in (300, 270, 271, 300):
+            call(length)
+    assert len(long_ways) == 1
+    alone = []
+    for length in (300, 270, 271, 300):
+        scopes.invalidate()
+        with record_selections() as by_itself:
+            call(length)
+        alone += by_itself
+    assert ran == alone
+    assert [one.problem.kv_len for one in ran if one.problem is not None] == [300, 270, 271, 300]
 
 
 def test_other_dtypes_and_strides_are_not_of_the_class(way: Any, long_ways: list[Any]) -> None:

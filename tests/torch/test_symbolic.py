@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from polyattn import BlockMap, Causal, Dense, DenseBias, InvalidProblem, Padding, Segments, Window
-from polyattn.torch import attention
+from polyattn.torch import attention, explain
 from polyattn.torch import scaled_dot_product_attention as sdpa
 
 
@@ -105,3 +105,30 @@ def test_bias_of_changing_length_trains() -> None:
         (expected,) = torch.autograd.grad(attention(q, q, q, bias=DenseBias(bias)).sum(), bias)
         torch.testing.assert_close(got, expected)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", [None, "native_cpu", "sdpa_math"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_cache_that_grows_is_compiled_as_often_as_the_choice_changes(
+    masked: bool, backend: str | None
+) -> None:
+    """Once for the first length, once for lengths that differ, and once for each other choice."""
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> Any:
+        mask = Dense(seen) if masked else None
+        return attention(q, k, v, mask=mask, layout="BNTH", backend=backend)
+
+    compiled, graphs = counted(step)
+    choices = set()
+    for length in (12, 13, 16, 17, 32, 33, 64, 65, 96, 500, 512, 513, 1500, 4000, 9000):
+        q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 8, length, 64)
+        seen = torch.arange(length).ge(2).expand(1, 1, 1, length)
+        options: dict[str, Any] = {
+            "mask": Dense(seen) if masked else None,
+            "layout": "BNTH",
+            "backend": backend,
+        }
+        want = attention(q, k, v, **options)
+        choices.add(explain(q, k, v, **options).backend)
+        assert torch.allclose(compiled(q, k, v, seen), want, atol=1e-5)
+    assert graphs.frame_count <= 1 + len(choices)

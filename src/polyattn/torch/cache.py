@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from polyattn import scopes
+from polyattn.biases import DenseBias
+from polyattn.masks import Dense
+from polyattn.problem import MaskFacts, Problem
+from polyattn.selection import Selection
+from polyattn.simplify import simplify
 from polyattn.torch.keys import Key
 from polyattn.torch.spans import size_class
 
-__all__ = ["PLAIN", "Entry", "Row", "Table", "Wide", "table", "wide_of"]
+__all__ = ["PLAIN", "Entry", "Row", "Table", "Wide", "resized", "table", "wide_of"]
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The types of tensors that the table holds; others take the long way each time."""
@@ -155,6 +160,31 @@ def wide_of(row: Row, layout: str, q: Tensor, k: Tensor, v: Tensor) -> Wide | No
         if wide.low <= keys <= wide.high and wide.check(q, k, v):
             return wide
     return None
+
+
+def resized(selection: Selection, q: Tensor, k: Tensor, mask: Any, bias: Any = None) -> Selection:
+    """Return the selection of a class as that of one call, with the call's own sizes.
+
+    `mask`: of the call, or the array of torch's signature. Copied field by field, since recorders
+    ask for it at each call: :func:`dataclasses.replace` takes ten times as long.
+    """
+    found: Selection = object.__new__(Selection)
+    found.__dict__.update(selection.__dict__)
+    if (known := selection.problem) is None:
+        return found
+    problem: Problem = object.__new__(Problem)
+    facts = problem.__dict__
+    facts.update(known.__dict__)
+    row = 1 if known.layout == "BTNH" else 2
+    facts["batch"], facts["q_len"], facts["kv_len"] = q.shape[0], q.shape[row], k.shape[row]
+    if isinstance(mask, Tensor):
+        mask, bias = (Dense(mask), None) if mask.dtype == torch.bool else (None, DenseBias(mask))
+    if mask is not None and not mask.is_static:
+        facts["mask"] = MaskFacts.of(simplify(mask, problem.q_len, problem.kv_len))
+    if bias is not None:
+        facts["bias"] = bias.signature
+    found.__dict__["problem"] = problem
+    return found
 
 
 table = Table()

@@ -21,9 +21,9 @@ from polyattn.decide import Wishes
 from polyattn.errors import Unsupported
 from polyattn.problem import Problem
 from polyattn.registry import registry
-from polyattn.selection import Rejected, Selection
+from polyattn.selection import Rejected
 from polyattn.torch import recompute
-from polyattn.torch.cache import Entry, Wide, table
+from polyattn.torch.cache import Entry, Wide, resized, table
 from polyattn.torch.checks import tensor_check
 from polyattn.torch.door import Call, admit, rebind
 from polyattn.torch.empty import answer_empty
@@ -89,7 +89,8 @@ def dispatch(
     if regions is not None:
         regions.note(place, entry)
     for ran in scopes.recording.get(()):
-        ran.append(_selection(entry, q, k))
+        chosen = entry.plan.selection
+        ran.append(resized(chosen, q, k, *arguments[:2]) if isinstance(entry, Wide) else chosen)
     return entry.run(q, k, v, *arguments)
 
 
@@ -179,16 +180,6 @@ def _wide(
         return None
     row = 1 if problem.layout == "BTNH" else 2
     return Wide(tensor_check(q, k, v, (0, row)), entry.run, entry.plan, *span)
-
-
-def _selection(entry: Entry | Wide, q: Any, k: Any) -> Selection:
-    """Return the selection of a call, which in an entry of a class is about another's sizes."""
-    selection: Selection = entry.plan.selection
-    if not isinstance(entry, Wide) or (problem := selection.problem) is None:
-        return selection
-    row = 1 if problem.layout == "BTNH" else 2
-    sizes = {"batch": q.shape[0], "q_len": q.shape[row], "kv_len": k.shape[row]}
-    return replace(selection, problem=problem.with_(**sizes))
 
 
 def _again(

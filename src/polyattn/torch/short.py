@@ -23,7 +23,7 @@ from polyattn.errors import MissingDependency
 from polyattn.masks import And, Causal, Dense, Full, Or, Window
 from polyattn.native.module import load
 from polyattn.torch import recompute
-from polyattn.torch.cache import PLAIN, table, wide_of
+from polyattn.torch.cache import PLAIN, resized, table, wide_of
 from polyattn.torch.internals import is_grad_enabled
 from polyattn.torch.keys import (
     STRANGE,
@@ -68,7 +68,7 @@ def _attention(
         ):  # fmt: skip
             run, operator = _plainest(q, k, v, layout)
         if run is None:
-            run = _found(Key.of(q, k, *options), q, k, v, recorders)
+            run = _found(Key.of(q, k, *options), q, k, v, recorders, mask, bias)
     except STRANGE:
         return MISSED
     if operator is not None:
@@ -83,7 +83,7 @@ def _sdpa(
         if not _is_taken(q, k, v):
             return MISSED
         key = Key.of_sdpa(q, k, attn_mask, dropout_p, is_causal, scale, gqa)
-        run = _found(key, q, k, v, _recorders(()) if _state.armed else ())
+        run = _found(key, q, k, v, _recorders(()) if _state.armed else (), attn_mask)
     except STRANGE:
         return MISSED
     return MISSED if run is None else run(q, k, v, attn_mask)
@@ -126,22 +126,22 @@ def _plainest(q: Any, k: Any, v: Any, layout: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def _found(key: Key, q: Any, k: Any, v: Any, recorders: Any) -> Any:
+def _found(key: Key, q: Any, k: Any, v: Any, recorders: Any, *added: Any) -> Any:
     """Return what runs a call of this key, or None; what is found is noted by the recorders."""
     row = _rows.get(key)
     if row is None:
         return None
-    run, plan = row.run, row.plan
+    run, plan, wide = row.run, row.plan, None
     if not row.check(q, k, v):
         alike = row.by_shapes.get((q.shape, k.shape, v.shape), ())
-        entry = next((entry for entry in alike if entry.check(q, k, v)), None)
-        if entry is None and not recorders:  # who are told the sizes, which no class has
-            entry = wide_of(row, key.layout, q, k, v)
+        entry: Any = next((entry for entry in alike if entry.check(q, k, v)), None)
+        if entry is None:
+            entry = wide = wide_of(row, key.layout, q, k, v)
         if entry is None:
             return None
         run, plan = entry.run, entry.plan
     for ran in recorders:
-        ran.append(plan.selection)
+        ran.append(resized(plan.selection, q, k, *added) if wide else plan.selection)
     return run
 
 
@@ -159,8 +159,8 @@ def _in_native() -> Any:
     parts = (
         MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
         scopes.scope, scopes.recording, determined, is_grad_enabled, *SWITCHES, *recompute.ASKED,
-        environ, _BACKEND, array_key, bias_key, mask_key, Dense, (Causal, Full, Window), (And, Or),
-        "attention", "sdpa", "paged", "BNTH",
+        environ, _BACKEND, array_key, bias_key, mask_key, resized, Dense, (Causal, Full, Window),
+        (And, Or), "attention", "sdpa", "paged", "BNTH",
     )  # fmt: skip
     try:
         made = door(parts, Key._fields)
