@@ -232,12 +232,12 @@ void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, do
   run(kernels.forward, a);
 }
 
-// The shortest way: tensors that say themselves where they lie; no lse, no additions. `rows_first`:
-// they are (B, T, N, H), else (B, N, T, H), and say the sizes of the call. The terms are those of a
-// mask without arrays.
+// The shortest way: tensors that say themselves where they lie, and no lse. `rows_first`: they are
+// (B, T, N, H), else (B, N, T, H), and say the sizes of the call. The terms are those of a mask
+// without arrays; `mask` (booleans) and `bias`, where given, broadcast to the scores.
 void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first,
                      double scale, double softcap, nb::handle q, nb::handle k, nb::handle v,
-                     nb::handle out, nb::handle terms) {
+                     nb::handle out, nb::handle terms, nb::handle mask, nb::handle bias) {
   const Kernels& kernels = chosen(isa);
   const Exchange tensors(exchange);
   Arguments a;
@@ -262,6 +262,12 @@ void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool 
   a.k = array(k, "k", a.kv_heads, a.kv_len, a.head_dim);
   a.v = array(v, "v", a.kv_heads, a.kv_len, a.value_dim);
   a.out = array(out, "out", a.q_heads, a.q_len, a.value_dim);
+  const int64_t scores[] = {a.batch, a.q_heads, a.q_len, a.kv_len};
+  if (!mask.is_none()) {
+    if (a.terms != 0) refuse("mask: got an array beside terms, expected one of them");
+    a.term[a.terms++] = tensors.allowed(mask, scores);
+  }
+  if (!bias.is_none()) a.bias = tensors.added(bias, scores);
   if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
   if (without_queries(a)) return;
   run(kernels.forward, a);
@@ -302,6 +308,7 @@ void add_attention(nb::module_& m) {
         "out and lse of one attention call.");
   m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a,
         "rows_first"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a,
+        "mask"_a.none(), "bias"_a.none(),
         "out of one attention call on tensors that have DLPack's C exchange.");
   m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a,
         "Whether one of a tensor's floats is zero.");

@@ -56,8 +56,8 @@ class Keys {
         PyObject_CallFunctionObjArgs(here_[function], what, a[0], a[1], layout, nullptr));
   }
 
-  // ... of the mask of torch's signature.
-  nb::object added_key(PyObject* array, Shapes& shapes) {
+  // ... of the mask of torch's signature, or of one that a mask of the class `holder` holds.
+  nb::object added_key(PyObject* array, Shapes& shapes, PyObject* holder = nullptr) {
     if (array == Py_None) return none();
     if (!shapes.read()) return nb::object();
     const nb::object shape = pattern(array, shapes);
@@ -69,9 +69,11 @@ class Keys {
     Outcome trains = truth(PyObject_GetAttr(array, names().requires_grad));
     if (trains == kYes) trains = here_.asked(kGradMode);
     if (trains == kError) return nb::object();
-    return nb::steal(PyTuple_Pack(5, shape.ptr(), dtype.ptr(), device.ptr(),
-                                  trains == kYes ? Py_True : Py_False,
-                                  reinterpret_cast<PyObject*>(Py_TYPE(array))));
+    PyObject* const grad = trains == kYes ? Py_True : Py_False;
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(array));
+    return nb::steal(holder == nullptr
+                         ? PyTuple_Pack(5, shape.ptr(), dtype.ptr(), device.ptr(), grad, type)
+                         : PyTuple_Pack(6, holder, shape.ptr(), dtype.ptr(), device.ptr(), grad, type));
   }
 
   static bool is_layout(PyObject* layout, const char* name) {
@@ -87,9 +89,7 @@ class Keys {
       if (!array.is_valid()) return nb::object();
       PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(array.ptr()));
       if (type == here_[kTensor] && shapes.read()) {
-        const nb::object shape = pattern(array.ptr(), shapes);
-        if (!shape.is_valid()) return shape;
-        return nb::steal(PyTuple_Pack(2, here_[kDense], shape.ptr()));
+        return added_key(array.ptr(), shapes, here_[kDense]);
       }
       if (PyErr_Occurred() != nullptr) return nb::object();
     }

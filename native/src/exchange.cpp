@@ -28,11 +28,31 @@ struct Table {  // DLPackExchangeAPI
 };
 
 constexpr int32_t kCpu = 1, kMostDims = 8;
-constexpr uint8_t kFloat = 2, kBFloat = 4;
+constexpr uint8_t kFloat = 2, kBFloat = 4, kBool = 6;
 
 bool is_of(const Description& x, DType dtype) {
   const uint8_t code = dtype == DType::bf16 ? kBFloat : kFloat;
   return x.code == code && x.bits == (dtype == DType::f32 ? 32 : 16) && x.lanes == 1;
+}
+
+// The strides of what broadcasts to the scores, 0 where it has one entry for all, and its bytes.
+Extent broadcast(const Description& x, const char* name, const int64_t (&scores)[4],
+                 int64_t* const (&strides)[4]) {
+  if (x.device_type != kCpu || x.lanes != 1 || x.dims > 4 || (x.dims > 0 && x.strides == nullptr)) {
+    refuse(complain("%s: expected a tensor of up to 4 dims on the CPU", name));
+  }
+  int64_t elements = 1;
+  for (int i = 0; i < 4; ++i) {
+    const int dim = i - (4 - x.dims);
+    const int64_t size = dim < 0 ? 1 : x.shape[dim];
+    if (size != 1 && size != scores[i]) {
+      refuse(complain("%s: got %lld entries for dim %d of the scores, expected 1 or %lld", name,
+                      static_cast<long long>(size), i, static_cast<long long>(scores[i])));
+    }
+    *strides[i] = size == 1 ? 0 : x.strides[dim];
+    elements = size == 0 ? 0 : elements + (size - 1) * *strides[i];
+  }
+  return {elements * (x.bits / 8), 0};
 }
 
 template <typename Bits>
@@ -96,6 +116,35 @@ Array Exchange::array(nb::handle tensor, const char* name, DType dtype, const in
   array.extent.bytes = elements * (x.bits / 8);
   if (x.data == nullptr) array.data = nullptr;
   return array;
+}
+
+Term Exchange::allowed(nb::handle tensor, const int64_t (&scores)[4]) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  if (x.code != kBool || x.bits != 8) refuse("mask: expected booleans");
+  Term term;
+  term.kind = TermKind::dense;
+  term.extent = broadcast(x, "mask", scores, {&term.batch, &term.head, &term.row, &term.column});
+  term.bytes = x.data == nullptr ? nullptr : static_cast<uint8_t*>(x.data) + x.byte_offset;
+  return term;
+}
+
+Bias Exchange::added(nb::handle tensor, const int64_t (&scores)[4]) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  Bias bias;
+  if (is_of(x, DType::f32)) {
+    bias.dtype = DType::f32;
+  } else if (is_of(x, DType::bf16)) {
+    bias.dtype = DType::bf16;
+  } else if (is_of(x, DType::f16)) {
+    bias.dtype = DType::f16;
+  } else {
+    refuse("bias: expected float32, bfloat16 or float16");
+  }
+  bias.extent = broadcast(x, "bias", scores, {&bias.batch, &bias.head, &bias.row, &bias.column});
+  bias.data = x.data == nullptr ? nullptr : static_cast<char*>(x.data) + x.byte_offset;
+  return bias;
 }
 
 bool Exchange::has_zero(nb::handle tensor) const {

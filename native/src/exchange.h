@@ -23,6 +23,10 @@ class Exchange {
   Array array(nanobind::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4],
               int head, int row) const;
 
+  // What broadcasts to four sizes, (B, N, T, S): booleans as a term of a mask, floats as a bias.
+  Term allowed(nanobind::handle tensor, const int64_t (&scores)[4]) const;
+  Bias added(nanobind::handle tensor, const int64_t (&scores)[4]) const;
+
   // Whether one of the floats, whatever their type, on the CPU is zero.
   bool has_zero(nanobind::handle tensor) const;
 

@@ -121,10 +121,17 @@ class _SdpaWay:
         if self.attn_mask is None:
             return inner
         if call.mask is not None and call.cast is None and not call.problem.empty:
-            return lambda q, k, v, mask: kernel(q, k, v, Dense(mask), None, None)
+            return lambda q, k, v, mask: kernel(q, k, v, _held(Dense, "mask", mask), None, None)
         if self.attn_mask.dtype == torch.bool:
             return lambda q, k, v, mask: inner(q, k, v, Dense(mask), None, None)
-        return lambda q, k, v, mask: inner(q, k, v, None, DenseBias(mask), None)
+        return lambda q, k, v, mask: inner(q, k, v, None, _held(DenseBias, "bias", mask), None)
+
+
+def _held(kind: Any, name: str, array: Tensor) -> Any:
+    """Return the mask or bias of an array that its key has described; no need to check it again."""
+    made = object.__new__(kind)
+    made.__dict__[name] = array
+    return made
 
 
 def _long_way(

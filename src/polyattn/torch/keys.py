@@ -184,7 +184,7 @@ def mask_key(mask: Any, q: Any, k: Any, layout: str) -> Any:
     if mask is None:
         return None
     if type(mask) is Dense and layout in LAYOUTS and type(mask.mask) is Tensor:
-        return (Dense, pattern(mask.mask.shape, q, k, layout))
+        return (Dense, *added_key(mask.mask, q, k, layout))
     parts = [mask_key(part, q, k, layout) for part in mask.parts]
     if all(isinstance(part, str) for part in parts):
         return mask.signature

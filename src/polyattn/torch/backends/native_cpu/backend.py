@@ -51,12 +51,19 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
     by_operator = _operator_kernel(problem, constants, trains)
     if problem.compiled:
         return by_operator
-    plainest = problem.contiguous and problem.layout != "packed" and problem.bias is None
-    static = problem.mask is None or problem.mask.kinds <= _STATIC
+    eager = _eager_kernel(problem, constants, trains, by_operator)
+    plainest = problem.contiguous and problem.layout != "packed"
     small = not (problem.sinks or problem.lse or trains)
-    if plainest and static and small and EXCHANGE is not None:
-        return _bare_kernel(problem, constants, by_operator)
-    return _eager_kernel(problem, constants, trains, by_operator)
+    if plainest and small and _has_short_arrays(problem) and EXCHANGE is not None:
+        return _bare_kernel(problem, constants, eager)
+    return eager
+
+
+def _has_short_arrays(problem: Problem) -> bool:
+    """Say whether mask and bias are what the extension reads by itself."""
+    mask, bias = problem.mask, problem.bias
+    known = mask is None or mask.kinds <= _STATIC or mask.kinds == {"Dense"}
+    return known and (bias is None or bias.startswith("DenseBias("))
 
 
 def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Kernel:
@@ -132,7 +139,7 @@ def _split(bias: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
-    """The shortest way: inference, contiguous last dims, and no mask or one without arrays.
+    """The shortest way: inference, contiguous last dims, and masks and biases of one array at most.
 
     All that the problem fixes is made here once; the extension asks the tensors for the rest, and
     for their batch and lengths, in which a problem stands for others.
@@ -144,7 +151,9 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
     asked, place, empty_like = raw(variable), module.isa_index(), torch.empty_like
-    terms: Any = () if problem.mask is None else None  # without arrays, so always the same
+    dense = problem.mask is not None and "Dense" in problem.mask.kinds
+    # of a mask without arrays they are always the same
+    terms: Any = () if problem.mask is None or dense else None
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -157,6 +166,15 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
             and not (lazy(q) or lazy(k) or lazy(v))
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
+        allowed = added = None
+        if dense:
+            allowed = mask.mask
+            if type(allowed) is not Tensor or lazy(allowed):
+                return careful(q, k, v, mask, bias, sinks)
+        if bias is not None:
+            added = bias.payload
+            if type(added) is not Tensor or lazy(added) or added.is_neg():
+                return careful(q, k, v, mask, bias, sinks)
         if terms is None:
             terms = terms_of(program_of(mask, q, k, layout)[0], (), layout)[0]
         # as calls.empty_out does it, without a call and with the quickest way that serves
@@ -169,7 +187,8 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
         isa = place if raw(variable) is asked else module.isa_index()
         try:
             run(
-                exchange, isa, threads(), code, rows_first, scale, softcap, q, k, v, out, terms
+                exchange, isa, threads(), code, rows_first, scale, softcap, q, k, v, out, terms,
+                allowed, added,
             )  # fmt: skip
         except ValueError:  # zeros without memory, say: the other way knows, or says what is wrong
             return careful(q, k, v, mask, bias, sinks)

@@ -18,8 +18,10 @@ from polyattn.torch.backends.sdpa.operators import (
     unfused,
 )
 from polyattn.torch.backends.sdpa.short_ways import (
+    biased_flash_cpu,
     causal_flash_cpu,
     dense_flash_cpu,
+    is_biased,
     is_dense,
     is_plain,
     is_square_causal,
@@ -57,6 +59,8 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
             return causal_flash_cpu(function, problem, kernel)
         if is_plain(problem) and is_dense(problem) and not problem.compiled:
             return dense_flash_cpu(function, problem, kernel)
+        if is_biased(problem):
+            return biased_flash_cpu(function, problem, kernel)
         return kernel
 
     return prepare

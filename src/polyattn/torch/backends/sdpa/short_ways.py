@@ -26,8 +26,10 @@ from polyattn.torch.masking import four_dims
 
 __all__ = [
     "NATIVE_CAUSAL",
+    "biased_flash_cpu",
     "causal_flash_cpu",
     "dense_flash_cpu",
+    "is_biased",
     "is_dense",
     "is_plain",
     "is_square_causal",
@@ -128,6 +130,40 @@ def dense_flash_cpu(
             struck = True
         if struck:
             return careful(q, k, v, mask, bias, sinks)
+        return out.transpose(1, 2) if turned else out
+
+    return kernel
+
+
+def is_biased(p: Problem) -> bool:
+    """Say whether it is q, k, v and one dense bias, in inference."""
+    biased = p.bias is not None and p.bias.startswith("DenseBias(") and p.mask is None
+    alone = not (p.sinks or p.lse or p.grad or p.bias_grad or p.gqa)
+    return biased and alone and p.contiguous and p.layout != "packed" and not p.compiled
+
+
+def biased_flash_cpu(
+    function: Any, problem: Problem, careful: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The short way for one dense bias in inference."""
+    turned, scale = problem.layout == "BTNH", problem.scale
+    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    functorch, modes, _, tracing = _WATCHERS
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        added = bias.payload
+        if type(added) is not Tensor or functorch() or modes() or tracing() is not None:
+            return careful(q, k, v, mask, bias, sinks)
+        added = four_dims(added)
+        if added.dtype != wide:
+            added = added.to(wide)
+        if added.shape[-1] == 1:
+            added = added.expand(-1, -1, -1, k.shape[1 if turned else 2])
+        if turned:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = function(q, k, v, 0.0, False, attn_mask=added, scale=scale)[0]
         return out.transpose(1, 2) if turned else out
 
     return kernel
