@@ -101,8 +101,7 @@ class Table:
 
     def find(self, key: Key | None, q: Tensor, k: Tensor, v: Tensor) -> Entry | Wide | None:
         """Return the entry of this key and these tensors, if there is one."""
-        row = None if key is None else self.rows.get(key)
-        if row is None:
+        if key is None or (row := self.rows.get(key)) is None:
             return None
         try:
             shapes = q.shape, k.shape, v.shape

@@ -192,7 +192,7 @@ def _wide(
 
 def _again(
     entry: Entry | Wide, way: Way, key: Key | None, q: Any, k: Any, v: Any, backend: Any
-) -> Entry:
+) -> Entry | Wide:
     """Prepare the noted choice for a recomputation that differs from the forward pass.
 
     Reentrant checkpointing runs the forward pass without gradients and computes again with them,

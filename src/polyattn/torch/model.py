@@ -275,7 +275,7 @@ def model_of_sdpa(
         if x.is_nested or x.layout != torch.strided:
             form = "nested" if x.is_nested else "sparse"
             return (ARRAY, (), x.dtype, str(x.device), False, True, form)
-        shape = []
+        shape: list[int] = []
         for i in range(x.dim()):
             size, number = x.shape[x.dim() - 1 - i], first + i
             if i < len(fits) and size == fits[i][0]:
