@@ -67,7 +67,8 @@ class Selection:
     """One decision. `overridden` holds the weaker requests that this choice went against.
 
     `reason` is why the source preferred this backend; `fallback` is the request that could not
-    be met, where the policy allowed another backend to step in.
+    be met, where the policy allowed another backend to step in. `of_class`: the very decision that
+    this call shares with others of its class of sizes.
     """
 
     backend: str
@@ -79,6 +80,7 @@ class Selection:
     version: str = ""
     fallback: str | None = None
     problem: Problem | None = None
+    of_class: Selection | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON-able data.

@@ -32,6 +32,7 @@ __all__ = ["Case", "Passed", "Record", "Recorder", "Ran", "read_record", "write_
 APPLICATION = "polyattn-record"
 SCHEMA = 1
 MOST_CASES_OF_A_CLASS = 2
+_MOST_HEARD = 4096
 _ADVICE = "pass a file that `polyattn run --record FILE` wrote, or record again"
 
 
@@ -90,6 +91,20 @@ class Record:
         return sum(c.calls for c in self.cases) + sum(p.calls for p in self.passed)
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """A selection, which is kept so that its identity tells it, and the cases of its class."""
+
+    selection: Selection
+    ran: Ran
+    cases: dict[Any, Case]
+
+    @property
+    def last(self) -> Case:
+        """The case that calls are counted to for which there is no other."""
+        return next(reversed(self.cases.values()))
+
+
 class Recorder:
     """A listener of :class:`~polyattn.integrations.sdpa_patch.route_sdpa` that keeps it all.
 
@@ -98,9 +113,8 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._cases: dict[Any, Case] = {}
-        self._of_class: dict[str, list[Any]] = {}
-        self._classes: dict[Problem, str] = {}
+        self._of_class: dict[str, dict[Any, Case]] = {}
+        self._heard: dict[int, _Heard] = {}
         self._passed: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
@@ -109,15 +123,33 @@ class Recorder:
         problem = selection.problem
         if problem is None:
             return
+        chosen = selection.of_class or selection
+        strides, needs_grad = _strides(call), _needs_grad(call)
+        key = problem.batch, problem.q_len, problem.kv_len, strides, needs_grad
+        with self._lock:
+            heard = self._heard.get(id(chosen)) or self._hear(chosen)
+            case = heard.cases.get(key)
+            if case is None and len(heard.cases) >= MOST_CASES_OF_A_CLASS:
+                case = heard.last
+            elif case is None:
+                mask = call.attn_mask if call is not None else None
+                stored = take(mask) if isinstance(mask, Tensor) else None
+                case = heard.cases[key] = Case(problem, strides, needs_grad, stored)
+            case.calls += 1
+            case.ran[heard.ran] += 1
+
+    def _hear(self, selection: Selection) -> _Heard:
+        """Return what is known of the calls of a selection, for further ones to be quick."""
+        assert selection.problem is not None
+        if len(self._heard) >= _MOST_HEARD:
+            self._heard.clear()
+        cases = self._of_class.setdefault(problem_class(selection.problem), {})
         ran = Ran(
             selection.backend, selection.version, str(selection.source), selection.reason,
             selection.fallback,
         )  # fmt: skip
-        key = problem, _strides(call), _needs_grad(call)
-        with self._lock:
-            case = self._cases.get(key) or self._admit(key, problem, call)
-            case.calls += 1
-            case.ran[ran] += 1
+        heard = self._heard[id(selection)] = _Heard(selection, ran, cases)
+        return heard
 
     def passed(self, reason: str, call: SdpaCall | None) -> None:
         """Count a call that went to torch itself."""
@@ -129,21 +161,8 @@ class Recorder:
         """Return what was heard so far."""
         with self._lock:
             passed = [Passed(*what, calls) for what, calls in self._passed.items()]
-            distinct = list({id(case): case for case in self._cases.values()}.values())
-            return Record(distinct, passed, tuple(program))
-
-    def _admit(self, key: Any, problem: Problem, call: SdpaCall | None) -> Case:
-        if problem not in self._classes:
-            self._classes[problem] = problem_class(problem)
-        known = self._of_class.setdefault(self._classes[problem], [])
-        if len(known) >= MOST_CASES_OF_A_CLASS:
-            self._cases[key] = self._cases[known[-1]]
-        else:
-            mask = call.attn_mask if call is not None else None
-            stored = take(mask) if isinstance(mask, Tensor) else None
-            self._cases[key] = Case(problem, key[1], key[2], stored)
-            known.append(key)
-        return self._cases[key]
+            cases = [case for known in self._of_class.values() for case in known.values()]
+            return Record(cases, passed, tuple(program))
 
 
 def _strides(call: SdpaCall | None) -> tuple[tuple[int, ...], ...] | None:

@@ -168,7 +168,7 @@ def resized(selection: Selection, q: Tensor, k: Tensor, mask: Any, bias: Any = N
     ask for it at each call: :func:`dataclasses.replace` takes ten times as long.
     """
     found: Selection = object.__new__(Selection)
-    found.__dict__.update(selection.__dict__)
+    found.__dict__.update(selection.__dict__, of_class=selection)
     if (known := selection.problem) is None:
         return found
     problem: Problem = object.__new__(Problem)
