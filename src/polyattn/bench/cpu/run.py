@@ -22,7 +22,7 @@ from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, step, torch
 from polyattn.bench.cpu.yardsticks import Yardsticks, native
 from polyattn.bench.records import SCHEMA
 from polyattn.errors import PolyattnError
-from polyattn.native import module
+from polyattn.native import forms, module
 
 __all__ = ["BACKEND", "Options", "chosen", "in_force", "measure", "require", "timed_case"]
 
@@ -112,6 +112,7 @@ def _native() -> dict[str, Any] | None:
     here, build = module.isas(), module.build_info()
     return {
         "isa": here[module.isa_index()], "isas": list(here), "pool": module.pool(),
+        "bfloat16": forms.described(),
         "build": {**dataclasses.asdict(build), "compiled": list(build.compiled)},
     }  # fmt: skip
 
