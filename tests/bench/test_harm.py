@@ -236,6 +236,7 @@ def test_the_record_says_all_of_a_row(record: dict) -> None:
     assert json.loads(records.dump(record)) == record
     assert (record["schema"], record["kind"]) == (records.SCHEMA, "harm")
     assert record["backend"] == "automatic" and record["machine"]["cpu"] and record["date"]
+    assert record["took_s"] >= 0 and not record["quick"]
     assert [row["name"].split(" (")[0] for row in record["rows"]] == [
         "dense", "half padding", "fwd+bwd dense", "fwd+bwd half padding",
     ]  # fmt: skip

@@ -57,7 +57,8 @@ def ran(way: Way, inputs: Inputs) -> Selection:
 
 
 def _as_written(inputs: Inputs, function: Callable[..., Any]) -> Callable[..., Any]:
-    case, options = inputs.case, {}
+    case = inputs.case
+    options: dict[str, Any] = {}
     if case.size.heads != case.size.kv_heads:
         options["enable_gqa"] = True
     if case.mask == "causal":

@@ -78,6 +78,6 @@ def _listed(rows: Any) -> str:
 def _conditions(record: Mapping[str, Any]) -> str:
     loudest = max(row["foreign"]["median"] for row in record["rows"])
     return (
-        f"{conditions(record)}; measured with {record['times']}; others took at most {loudest:.0%} "
-        "of the machine in the median repeat of a row"
+        f"{conditions(record)}; {record['took_s']} s, with {record['times']}; others took at most "
+        f"{loudest:.0%} of the machine in the median repeat of a row"
     )
