@@ -100,6 +100,22 @@ def test_a_change_is_seen_and_forgets_choices(monkeypatch: pytest.MonkeyPatch) -
     assert scopes.state.epoch != epoch
 
 
+def test_a_block_runs_under_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_TUNING", "off")
+    monkeypatch.delenv("POLYATTN_CACHE_DIR", raising=False)
+    settings.reload()
+    before, epoch = settings.current(), scopes.state.epoch
+    changes = {"POLYATTN_TUNING": "on", "POLYATTN_CACHE_DIR": "/elsewhere"}
+    with pytest.raises(KeyError), settings.within(changes) as found:
+        assert found == settings.current() and scopes.state.epoch != epoch
+        assert found.tuning and found.cache_dir == Path("/elsewhere")
+        raise KeyError
+    assert settings.current() == before and not before.tuning
+    with pytest.raises(SettingsError), settings.within({"POLYATTN_TUNING": "perhaps"}):
+        pass
+    assert settings.current() == before
+
+
 def test_problem_classes_round_lengths_and_keep_what_changes_the_choice() -> None:
     p = Problem(batch=5, q_len=70, kv_len=90, heads=8, kv_heads=2, head_dim=64)
     assert problem_class(p) == problem_class(p.with_(batch=8, q_len=128, kv_len=128))

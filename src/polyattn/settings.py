@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from polyattn.errors import SettingsError, near_matches
 
 __all__ = [
     "BACKEND", "NATIVE_ISAS", "VARIABLES", "Settings", "compiler", "current", "raw", "reload",
-    "rows", "steps_of", "variable",
+    "rows", "steps_of", "variable", "within",
 ]  # fmt: skip
 
 NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon")
@@ -247,6 +248,29 @@ def reload() -> Settings:
     settings = current()
     scopes.invalidate()
     return settings
+
+
+@contextmanager
+def within(changes: Mapping[str, str]) -> Iterator[Settings]:
+    """Run a block under other variables, as if they had been set before the program.
+
+    For programs that measure, in one thread: the environment belongs to the whole process.
+
+    >>> with within({"POLYATTN_TUNING": "off"}) as settings:
+    ...     settings.tuning
+    False
+    """
+    before = {name: os.environ.get(name) for name in changes}
+    try:
+        os.environ.update(changes)
+        yield reload()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        reload()
 
 
 def environment(changes: dict[str, str]) -> dict[str, str]:

@@ -15,8 +15,8 @@ import torch
 
 from polyattn import knobs
 from polyattn.bench import machine, main, records
-from polyattn.bench.cpu import grid, run
-from polyattn.bench.cpu.cases import grid as grid_cases
+from polyattn.bench.cpu import run
+from polyattn.bench.harm import run as harm
 from polyattn.bench.overhead import measure
 from polyattn.errors import PolyattnError
 from polyattn.native import module
@@ -75,12 +75,8 @@ def test_overhead_says_how_the_flags_stood_while_it_measured(threads: int) -> No
     assert json.loads(records.dump(found))["flags"] == json.loads(json.dumps(found["flags"]))
 
 
-def test_cpu_and_its_grid_say_how_the_flags_stood(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problems = [case for case in grid_cases() if case.size.q_len <= 16][:1]
-    monkeypatch.setattr(grid, "grid", lambda: iter(problems))
-    for made in (run.measure(TINY), grid.measure_grid(run.Options(backend=BACKEND, quick=True))):
+def test_cpu_and_harm_say_how_the_flags_stood(threads: int) -> None:
+    for made in (run.measure(TINY), harm.measure(only="tiny decode (1,4,1x32,32) fp32")):
         assert knobs.diff(made["flags"]["torch"], snapshot()) == {}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from polyattn.bench.harm import command as harm
 from polyattn.bench.trace import command as trace
 from polyattn.errors import MissingDependency, PolyattnError
 
@@ -23,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         commands = {
-            "compare": _compare, "cpu": _cpu, "growth": _growth, "overhead": _overhead,
-            "trace": trace.run,
+            "compare": _compare, "cpu": _cpu, "growth": _growth, "harm": harm.run,
+            "overhead": _overhead, "trace": trace.run,
         }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     growth.add_argument("--shapes", type=int, default=1_000_000, help="how many (1000000)")
     growth.add_argument("--json", action="store_true", help="print the record, not the steps")
+    harm.add(kinds)
     trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")
@@ -72,7 +74,6 @@ def _add_cpu(kinds: Any) -> None:
         description="native_cpu and torch SDPA in one run, with goals, errors and yardsticks.",
     )
     cpu.add_argument("--peers", action="store_true", help="FlexAttention and the folded route too")
-    cpu.add_argument("--grid", action="store_true", help="look for problems where it is slower")
     cpu.add_argument("--quick", action="store_true", help="an eighth of the lengths, no goals")
     cpu.add_argument("--only", metavar="PATTERN", default="", help="a part of the cases' names")
     cpu.add_argument("--repeats", type=int, help="repeats that are kept (7; quick: 3)")
@@ -119,14 +120,12 @@ def _cpu(options: argparse.Namespace) -> int:
             "got --record without FILE beside --quick or --only, expected a whole run for the "
             "record of the machine; name a FILE."
         )
-    if options.grid and options.plot:
-        raise PolyattnError("got --plot beside --grid, expected one of them.")
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency(
             "got `bench cpu` without PyTorch, expected torch: pip install 'polyattn[torch]'"
         )
     from polyattn.bench import records
-    from polyattn.bench.cpu import grid, report, run
+    from polyattn.bench.cpu import report, run
     from polyattn.bench.report import say
 
     asked = run.Options(
@@ -135,13 +134,13 @@ def _cpu(options: argparse.Namespace) -> int:
     )  # fmt: skip
     run.require(asked.backend)
     progress = (lambda line: None) if options.json else (lambda line: say(line, error=True))
-    record = (grid.measure_grid if options.grid else run.measure)(asked, progress)
+    record = run.measure(asked, progress)
     if options.json:
         say(records.dump(record), plain=True)
     else:
-        (report.print_grid if options.grid else report.print_record)(record)
+        report.print_record(record)
     if options.record is not None:
-        path = Path(options.record or records.default_path(record, record["kind"]))
+        path = Path(options.record or records.default_path(record, "cpu"))
         records.write(record, path)
         say(f"record: {path}", error=options.json)
     if options.plot:

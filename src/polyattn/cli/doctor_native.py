@@ -12,7 +12,7 @@ from typing import Any
 
 from polyattn import settings
 from polyattn.errors import SettingsError
-from polyattn.native import module
+from polyattn.native import forms, module
 from polyattn.registry import Missing
 
 __all__ = ["native_report", "native_rows"]
@@ -42,10 +42,10 @@ def native_report(amiss: list[str]) -> dict[str, Any]:
     try:
         used = here[module.isa_index()]
         forced = settings.current().native_isa != "best"
-        return report | {"used": used, "forced": forced}
+        return report | {"used": used, "forced": forced, "bfloat16": forms.described()}
     except SettingsError as error:
         amiss.append(str(error))
-        return report | {"used": None, "forced": True}
+        return report | {"used": None, "forced": True, "bfloat16": None}
 
 
 def native_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -65,8 +65,16 @@ def native_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     )
     return [
         ("native kernels", f"{used} ({why}); built with {report['compiler']}: {compiled}"),
+        *_of_bfloat16(report["bfloat16"], report["forced"]),
         ("", f"threads: {report['thread_pool']}"),
     ]
+
+
+def _of_bfloat16(found: dict[str, Any] | None, forced: bool) -> list[tuple[str, str]]:
+    """Say which form runs bfloat16, and why; nothing where one form was asked for."""
+    if found is None or forced:
+        return []
+    return [("", f"bfloat16: {found['form']} ({found['why']})")]
 
 
 def _compiler_here() -> str:

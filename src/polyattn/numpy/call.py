@@ -12,6 +12,7 @@ from polyattn.biases import Alibi
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
 from polyattn.native import module
+from polyattn.native.forms import isa_for
 from polyattn.native.program import Program, arrays_of, terms
 from polyattn.numpy.arrays import (
     DTYPES,
@@ -78,7 +79,9 @@ def _run(call: _Call, wants_lse: bool) -> tuple[Array, Array | None]:
     found, packed = terms(program.codes, arrays, library)
     # a packed call whose mask became dense is one sequence, of all tokens
     batch = 1 if layout == "packed" and packed is None else p.batch
-    sinks, isa = call.sinks, module.isa_index()
+    sequences = batch if layout == "packed" else 1
+    sinks = call.sinks
+    isa = isa_for(DTYPES[p.dtype], p.q_len, p.heads, p.kv_heads, sequences)
     try:
         module.load().forward(
             isa, call.threads, DTYPES[p.dtype],

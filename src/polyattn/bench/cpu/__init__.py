@@ -2,5 +2,5 @@
 
 `cases` says what is timed and what the goals are; `inputs` makes the arrays, `ways` the calls,
 `truth` checks their results, `repeats` times them, `yardsticks` says what the machine can do,
-`memory` what a call needs; `grid` looks for problems on which the kernel is the slower one.
+`memory` what a call needs. `polyattn.bench.harm` uses most of it for the automatic choice.
 """

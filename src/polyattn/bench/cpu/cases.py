@@ -6,13 +6,11 @@ Goals are times of torch's fastest route over ours; they are meant for the sizes
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
-    "BLOCK", "CASES", "SHORT", "WINDOW", "Case", "Size", "blocks_of_row", "grid", "padded_lengths",
-    "quick",
+    "BLOCK", "CASES", "SHORT", "WINDOW", "Case", "Size", "blocks_of_row", "padded_lengths", "quick",
 ]  # fmt: skip
 
 WINDOW = 256
@@ -47,9 +45,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Case:
-    """One row. `mask`: none, causal, window, blocks or padding; `layout` is that of all arrays.
+    """One row. `mask`: none, causal, window, blocks, padding or "causal padding", which is both.
 
-    `goal`: torch's time over ours. `goal_gbs`: keys and values read, in GB/s.
+    `layout` is that of all arrays. `goal`: torch's time over ours. `goal_gbs`: keys and values
+    read, in GB/s.
     """
 
     group: str
@@ -90,6 +89,8 @@ class Case:
             return s.batch * BLOCK**2 * sum(blocks_of_row(i, columns) for i in range(rows))
         if self.mask == "padding":
             return s.q_len * sum(padded_lengths(s))
+        if self.mask == "causal padding":
+            return sum(min(t + 1, end) for end in padded_lengths(s) for t in range(s.q_len))
         return s.batch * s.q_len * s.kv_len
 
     @property
@@ -107,6 +108,15 @@ class Case:
         """Bytes of keys and values."""
         s, width = self.size, 4 if self.dtype == "float32" else 2
         return 2 * s.batch * s.kv_heads * s.kv_len * s.head_dim * width
+
+    def described(self) -> dict[str, Any]:
+        """Return what a record says of the case."""
+        return {
+            "name": self.name, "group": self.group, **dataclasses.asdict(self.size),
+            "dtype": self.dtype, "mask": self.mask, "train": self.train, "layout": self.layout,
+            "density": round(self.density, 5), "goal": self.goal, "goal_gbs": self.goal_gbs,
+            "limit": self.limit,
+        }  # fmt: skip
 
 
 def blocks_of_row(row: int, columns: int) -> int:
@@ -185,28 +195,3 @@ def quick(case: Case) -> Case:
     return dataclasses.replace(
         case, size=dataclasses.replace(s, **lengths), goal=None, goal_gbs=None
     )
-
-
-_LENGTHS = (
-    (1, 16), (1, 128), (1, 1024), (1, 8192), (4, 512), (16, 16), (64, 64), (77, 77), (128, 128),
-    (197, 197), (256, 77), (64, 2048), (300, 1000), (512, 512), (1024, 1024), (2048, 2048),
-)  # fmt: skip
-_HEADS = ((8, 8), (12, 12), (32, 8), (16, 2))
-_DIMS = (64, 128, 40, 80, 96)
-_BATCHES = (1, 8, 2, 4)
-_MOST_FLOPS = 2e10  # a fifth of a second, so that the grid takes minutes
-
-
-def grid() -> Iterator[Case]:
-    """Yield a spread of ordinary problems: all lengths and dtypes, other sizes drawn for each."""
-    draw, seen = random.Random(0), set()
-    for q_len, kv_len in _LENGTHS:
-        for mask in ("none", "causal") if q_len == kv_len else ("none",):
-            for dtype in SHORT:
-                for layout in ("BTNH", "BNTH", "BTNH"):
-                    heads, dim = draw.choice(_HEADS), draw.choice(_DIMS)
-                    size = Size(draw.choice(_BATCHES), *heads, q_len, kv_len, dim)
-                    case = Case(mask, size, dtype, mask, layout=layout)
-                    if case.useful_flops <= _MOST_FLOPS and case.name not in seen:
-                        seen.add(case.name)
-                        yield case

@@ -71,6 +71,8 @@ class Inputs:
                 return Window(left=WINDOW - 1, right=0)
             case "padding":
                 return Padding(kv_lengths=torch.tensor(self.lengths))
+            case "causal padding":
+                return Causal() & Padding(kv_lengths=torch.tensor(self.lengths))
             case "blocks":
                 bits = self.block_bits
                 order = bits.int().argsort(dim=-1, descending=True, stable=True).int()
@@ -90,6 +92,8 @@ class Inputs:
                 return ((j <= t) & (j > t - WINDOW))[None, None]
             case "padding":
                 return (j < torch.tensor(self.lengths)[:, None])[:, None, None]
+            case "causal padding":
+                return ((j <= t) & (j < torch.tensor(self.lengths)[:, None, None]))[:, None]
             case "blocks":
                 bits = self.block_bits.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
                 return bits[None, None]

@@ -11,6 +11,7 @@ milliseconds, so that the threads of another library that still spin go to sleep
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 from polyattn.bench.timing import QUIET, Rounds, Watch
 
-__all__ = ["Series", "Step", "once", "spread", "time_steps"]
+__all__ = ["Series", "Step", "load", "once", "over", "spread", "time_steps"]
 
 IDLE_S = 0.004
 _REPEAT_S = 0.15
@@ -38,15 +39,39 @@ class Step:
 
 @dataclass
 class Series:
-    """Seconds per call, one entry for each kept repeat, in the same order for all ways."""
+    """Seconds per call, one entry for each kept repeat, in the same order for all ways.
+
+    `processor`: the processor time of all threads, those that spin while they wait included.
+    """
 
     seconds: list[float] = field(default_factory=list)
     calls: int = 1
+    processor: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
         """The median of the repeats."""
         return statistics.median(self.seconds)
+
+    def ms(self) -> dict[str, float]:
+        """Return the spread of the repeats, in milliseconds."""
+        return spread([seconds * 1e3 for seconds in self.seconds])
+
+
+def over(a: Series, b: Series) -> dict[str, float]:
+    """Return the spread of a / b, repeat by repeat."""
+    return spread([x / y for x, y in zip(a.seconds, b.seconds, strict=True)])
+
+
+def load(quiet: Rounds) -> dict[str, Any]:
+    """Return what a row says of how busy others were."""
+    return {
+        "repeats": len(quiet.foreign), "dropped": quiet.dropped,
+        "foreign": {
+            "median": round(statistics.median(quiet.foreign), 4),
+            "max": round(max(quiet.foreign), 4),
+        },
+    }  # fmt: skip
 
 
 def once(step: Step) -> float:
@@ -66,18 +91,26 @@ def time_steps(
     loops = {name: max(1, math.ceil(block_s / seconds)) for name, seconds in single.items()}
     repeat_s = sum(loops[name] * single[name] + IDLE_S for name in steps)
     turns = max(1, min(_MOST_TURNS, math.ceil(_REPEAT_S / repeat_s)))
-    done: list[tuple[float, dict[str, float]]] = []
+    done: list[tuple[float, dict[str, tuple[float, float]]]] = []
     while len(done) < 2 * repeats and sum(load <= QUIET for load, _ in done) < repeats:
         watch = Watch()
-        blocks: dict[str, list[float]] = {name: [] for name in steps}
+        blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for turn in range(turns):
             for name in _turned(list(steps), len(done) + turn):
                 blocks[name].append(_block(steps[name], loops[name]))
-        found = {name: statistics.median(seconds) for name, seconds in blocks.items()}
+        found = {name: _medians(timed) for name, timed in blocks.items()}
         done.append((watch.foreign(), found))
     kept = sorted(done, key=lambda entry: entry[0])[:repeats]
-    series = {name: Series([found[name] for _, found in kept], loops[name]) for name in steps}
+    series = {name: Series([], loops[name]) for name in steps}
+    for (_, found), (name, one) in itertools.product(kept, series.items()):
+        one.seconds.append(found[name][0])
+        one.processor.append(found[name][1])
     return series, Rounds([load for load, _ in kept], len(done) - len(kept))
+
+
+def _medians(timed: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    wall, processor = (statistics.median(seconds) for seconds in zip(*timed, strict=True))
+    return wall, processor
 
 
 def _turned(names: Sequence[str], by: int) -> list[str]:
@@ -85,16 +118,18 @@ def _turned(names: Sequence[str], by: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def _block(step: Step, calls: int) -> float:
+def _block(step: Step, calls: int) -> tuple[float, float]:
+    """Return the seconds of a call and the processor time of all threads, means of a block."""
     run, collected = step.run, gc.isenabled()
     gc.disable()
     try:
         with step.scope():
             time.sleep(IDLE_S)
-            begin = time.perf_counter()
+            busy, begin = time.process_time(), time.perf_counter()
             for _ in range(calls):
                 run()
-            return max(time.perf_counter() - begin, 1e-9) / calls
+            seconds = max(time.perf_counter() - begin, 1e-9)
+            return seconds / calls, (time.process_time() - busy) / calls
     finally:
         if collected:
             gc.enable()

@@ -9,9 +9,8 @@ from rich.table import Table
 
 from polyattn.bench.report import conditions, console, say
 
-__all__ = ["print_grid", "print_record"]
+__all__ = ["print_record"]
 
-_WORST = 12
 _WIDTH_WITH_PEERS = 140
 _ROUTES = (
     "torch ms: the fastest of its routes, which is its flash kernel, or m: its math path, f: flash "
@@ -107,30 +106,3 @@ def _footer(record: Mapping[str, Any]) -> list[str]:
     judged = [*rows, *record["memory"]]
     missed = [row["name"] for row in judged if row.get("met") is False]
     return [*lines, f"goals missed: {', '.join(missed)}" if missed else "all goals met"]
-
-
-def print_grid(record: Mapping[str, Any]) -> None:
-    """Print the problems on which the kernel is slower, or nearest to it."""
-    rows = sorted(record["rows"], key=lambda row: row["ratio"]["median"])
-    shown = rows[: max(_WORST, len(record["slower"]))]
-    table = Table(title=f"the worst of {len(rows)} problems, {record['threads']} threads")
-    for name in ("problem", "ours ms", "torch ms", "x torch", "min..max", "chosen"):
-        table.add_column(name, justify="left" if name in ("problem", "chosen") else "right")
-    for row in shown:
-        ratio = row["ratio"]
-        table.add_row(
-            row["name"], _short(row["ours_ms"]["median"]),
-            _short(row["torch_ms"]["median"]) + _mark(row["torch_route"]),
-            _short(ratio["median"]), f"{_short(ratio['min'])}..{_short(ratio['max'])}",
-            row["chosen"],
-        )  # fmt: skip
-    console().print(table)
-    say(
-        f"slower than torch by more than {record['slack'] - 1:.0%}: {len(record['slower'])} of "
-        f"{len(rows)}; geometric mean of all: {record['mean_ratio']:.2f} x torch"
-    )
-    mistakes = record["chosen_though_slower"]
-    say(f"chosen though slower: {', '.join(mistakes)}" if mistakes else "none of them is chosen")
-    if record["wrong"]:
-        say(f"wrong results: {', '.join(record['wrong'])}")
-    say(conditions(record))

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import fnmatch
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +16,13 @@ from polyattn.bench import machine
 from polyattn.bench.cpu import memory
 from polyattn.bench.cpu.cases import CASES, Case, quick
 from polyattn.bench.cpu.inputs import Inputs
-from polyattn.bench.cpu.repeats import Series, once, spread, time_steps
+from polyattn.bench.cpu.repeats import Series, load, once, over, time_steps
 from polyattn.bench.cpu.truth import Truth
 from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, step, torch_ways
 from polyattn.bench.cpu.yardsticks import Yardsticks, native
 from polyattn.bench.records import SCHEMA
-from polyattn.bench.timing import Rounds
 from polyattn.errors import PolyattnError
-from polyattn.native import module
+from polyattn.native import forms, module
 
 __all__ = ["BACKEND", "Options", "chosen", "in_force", "measure", "require", "timed_case"]
 
@@ -95,7 +93,7 @@ def in_force(kind: str, options: Options) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "kind": kind,
-        "command": machine.command_line("cpu"),
+        "command": machine.command_line(kind),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(),
         "versions": machine.versions(),
@@ -114,6 +112,7 @@ def _native() -> dict[str, Any] | None:
     here, build = module.isas(), module.build_info()
     return {
         "isa": here[module.isa_index()], "isas": list(here), "pool": module.pool(),
+        "bfloat16": forms.described(),
         "build": {**dataclasses.asdict(build), "compiled": list(build.compiled)},
     }  # fmt: skip
 
@@ -134,22 +133,13 @@ def timed_case(case: Case, options: Options, rows: int = 16) -> dict[str, Any]:
     torch_errors, _ = truth.check(best)
     mine, theirs = series[own.name], series[best.name]
     return {
-        **_described(case),
-        "ours_ms": _ms(mine), "torch_ms": _ms(theirs), "torch_route": best.name,
-        "torch_routes_ms": far | {way.name: _ms(series[way.name])["median"] for way in near},
-        "ratio": _over(theirs, mine), "relative": _over(mine, theirs),
+        **case.described(),
+        "ours_ms": mine.ms(), "torch_ms": theirs.ms(), "torch_route": best.name,
+        "torch_routes_ms": far | {way.name: series[way.name].ms()["median"] for way in near},
+        "ratio": over(theirs, mine), "relative": over(mine, theirs),
         "peers": {way.name: _peer(way, series, mine, truth) for way in peers},
         "error": errors, "torch_error": torch_errors, "wrong": wrong,
-        "calls_per_block": mine.calls, **_load(quiet),
-    }  # fmt: skip
-
-
-def _described(case: Case) -> dict[str, Any]:
-    return {
-        "name": case.name, "group": case.group, **dataclasses.asdict(case.size),
-        "dtype": case.dtype, "mask": case.mask, "train": case.train, "layout": case.layout,
-        "density": round(case.density, 5), "goal": case.goal, "goal_gbs": case.goal_gbs,
-        "limit": case.limit,
+        "calls_per_block": mine.calls, **load(quiet),
     }  # fmt: skip
 
 
@@ -171,25 +161,6 @@ def _near(ways: Sequence[Way], inputs: Inputs) -> tuple[list[Way], dict[str, flo
     return near, {n: _round(s * 1e3) for n, s in single.items() if n not in kept}
 
 
-def _ms(series: Series) -> dict[str, float]:
-    return spread([seconds * 1e3 for seconds in series.seconds])
-
-
-def _over(a: Series, b: Series) -> dict[str, float]:
-    """Return the spread of a / b, repeat by repeat."""
-    return spread([x / y for x, y in zip(a.seconds, b.seconds, strict=True)])
-
-
-def _load(quiet: Rounds) -> dict[str, Any]:
-    return {
-        "repeats": len(quiet.foreign), "dropped": quiet.dropped,
-        "foreign": {
-            "median": round(statistics.median(quiet.foreign), 4),
-            "max": round(max(quiet.foreign), 4),
-        },
-    }  # fmt: skip
-
-
 def _peer(
     way: Way | Unable, series: Mapping[str, Series], mine: Series, truth: Truth
 ) -> dict[str, Any]:
@@ -198,7 +169,7 @@ def _peer(
     errors, wrong = truth.check(way)
     theirs = series[way.name]
     return {
-        "ms": _ms(theirs), "ratio": _over(theirs, mine), "error": errors, "wrong": wrong,
+        "ms": theirs.ms(), "ratio": over(theirs, mine), "error": errors, "wrong": wrong,
         "prepare_s": {name: _round(seconds) for name, seconds in way.prepare_s},
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from polyattn.bench.cpu.repeats import spread
-from polyattn.native import module
+from polyattn.native import forms, module
 from polyattn.registry import Available
 
 __all__ = ["Yardsticks", "native"]
@@ -81,24 +81,27 @@ class Yardsticks:
         if spinner is None:
             self.source[dtype] = f"torch.mm of {_GEMM}, preallocated output"
             return _gemm(getattr(torch, dtype))
-        isa = spinner.isas()[0]
-        if bf16 and not spinner.spin(0, True, 1, 1)[0]:  # no dot products of bf16 here
+        isa = forms.for_bfloat16().name if bf16 else spinner.isas()[0]
+        place = spinner.isas().index(isa)
+        if bf16 and not spinner.spin(place, True, 1, 1)[0]:  # no dot products of bf16 there
             bf16, isa = False, f"{isa} without bf16 dot products, so float32"
         self.source[dtype] = f"{isa}, registers only, {threads} threads"
-        return _Spin(spinner, bf16, threads)
+        return _Spin(spinner, place, bf16, threads)
 
 
 class _Spin:
     """Runs the multiply-adds; as many as take long enough even where nothing disturbs them."""
 
-    def __init__(self, spinner: Any, bf16: bool, threads: int) -> None:
-        self._spinner, self._bf16, self._threads = spinner, bf16, threads
+    def __init__(self, spinner: Any, place: int, bf16: bool, threads: int) -> None:
+        self._spinner, self._place, self._bf16, self._threads = spinner, place, bf16, threads
         self._iterations = 1 << 16
 
     def __call__(self) -> float:
         """Return GF/s."""
         while True:
-            operations, seconds = self._spinner.spin(0, self._bf16, self._iterations, self._threads)
+            operations, seconds = self._spinner.spin(
+                self._place, self._bf16, self._iterations, self._threads
+            )
             if seconds >= _SAMPLE_S / 2:
                 return float(operations / seconds / 1e9)
             growth = min(16.0, _SAMPLE_S / max(seconds, 1e-9))

@@ -17,6 +17,7 @@ from torch import Tensor
 from polyattn import settings
 from polyattn.biases import Alibi
 from polyattn.native import module
+from polyattn.native.forms import isa_for
 from polyattn.problem import Problem
 from polyattn.torch.backends.native_cpu.arguments import DTYPES, program_of, terms_of
 from polyattn.torch.backends.native_cpu.autograd import attend
@@ -150,7 +151,8 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     run, threads, plain = module.load().forward_tensors, torch.get_num_threads, PLAIN
     functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
-    asked, place, empty_like = raw(variable), module.isa_index(), torch.empty_like
+    rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
+    asked, place, empty_like = raw(variable), isa_for(*rows), torch.empty_like
     dense = problem.mask is not None and "Dense" in problem.mask.kinds
     # of a mask without arrays they are always the same
     terms: Any = () if problem.mask is None or dense else None
@@ -184,7 +186,7 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
                 out = q.new_empty(q.shape)
         else:
             out = q.new_empty((*q.shape[:3], last))
-        isa = place if raw(variable) is asked else module.isa_index()
+        isa = place if raw(variable) is asked else isa_for(*rows)
         try:
             run(
                 exchange, isa, threads(), code, rows_first, scale, softcap, q, k, v, out, terms,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from polyattn.errors import InvalidProblem
 from polyattn.native import module
+from polyattn.native.forms import isa_for
 from polyattn.torch.backends.native_cpu.arguments import (
     DTYPES,
+    Sizes,
     array,
     bias_argument,
     rows,
@@ -104,9 +106,10 @@ def forward(
     found, packed, sequences = terms_of(extras.codes, extras.arrays, layout)
     bias, slopes, sinks = _in_kernel_dtypes(extras)
     lse = empty_lse(q, layout) if wants_lse else None
+    sizes = sizes_of(q, k, v, layout, sequences)
     _run(
-        module.load().forward, module.isa_index(), torch.get_num_threads(), DTYPES[q.dtype],
-        sizes_of(q, k, v, layout, sequences), scale, softcap,
+        module.load().forward, _isa(q, sizes, layout), torch.get_num_threads(), DTYPES[q.dtype],
+        sizes, scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), array(out, layout),
         None if lse is None else rows(lse, layout), found, packed,
         None if bias is None else bias_argument(bias),
@@ -136,9 +139,10 @@ def backward(
         if any(n > 1 and s == 0 for n, s in zip(bias.shape, bias.stride(), strict=True)):
             bias = bias.contiguous()  # each of its entries has a gradient of its own
         dbias = bias.new_zeros(bias.shape, dtype=torch.float32)
+    sizes = sizes_of(q, k, v, layout, sequences)
     _run(
-        module.load().backward, module.isa_index(), torch.get_num_threads(), DTYPES[q.dtype],
-        sizes_of(q, k, v, layout, sequences), scale, softcap,
+        module.load().backward, _isa(q, sizes, layout), torch.get_num_threads(), DTYPES[q.dtype],
+        sizes, scale, softcap,
         array(q, layout), array(k, layout), array(v, layout), rows(lse, layout), found, packed,
         None if bias is None else bias_argument(bias),
         None if slopes is None else slopes_argument(slopes),
@@ -152,6 +156,12 @@ def backward(
     if needs.sinks and extras.sinks is not None:
         dsinks = _sinks_gradient(extras.sinks, lse, delta, layout)
     return dq, dk, dv, dbias, dsinks
+
+
+def _isa(q: Tensor, sizes: Sizes, layout: str) -> int:
+    """Return which compiled form runs the call, forward and backward the same."""
+    sequences = sizes.batch if layout == "packed" else 1
+    return isa_for(DTYPES[q.dtype], sizes.q_len, sizes.heads, sizes.kv_heads, sequences)
 
 
 def _run(kernel: Callable[..., None], *arguments: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from polyattn.errors import InvalidProblem, Unsupported
 from polyattn.masks import Causal, Mask
 from polyattn.native import module
+from polyattn.native.forms import isa_for
 from polyattn.native.program import KV_LIMIT, encode
 from polyattn.problem import Problem
 from polyattn.torch.backends.native_cpu.arguments import (
@@ -100,7 +101,8 @@ class _Paged:
         q, out, lse = queries
         sinks, (page_size, count) = extras
         sizes = (batch, p.heads, p.kv_heads, p.q_len, kv_len, p.head_dim, p.value_dim)
-        isa, dtype = module.isa_index(), DTYPES[getattr(torch, p.dtype)]
+        dtype = DTYPES[getattr(torch, p.dtype)]
+        isa = isa_for(dtype, p.q_len, p.heads, p.kv_heads)
         try:
             self.run(
                 isa, torch.get_num_threads(), dtype, sizes, scale, softcap, q, *keys, out, lse,

@@ -1,0 +1,71 @@
+"""The command ``polyattn bench harm``: its options, its record, its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from polyattn.errors import MissingDependency, PolyattnError
+
+__all__ = ["add", "run"]
+
+YES, NO, CANNOT_SAY = 0, 1, 2
+_MOST_BARS = 40
+
+
+def add(kinds: Any) -> None:
+    """Add the command to those of ``polyattn bench``."""
+    harm = kinds.add_parser(
+        "harm",
+        help="whether the automatic choice is ever slower than torch's own function",
+        description="Ordinary problems as programs call them: torch's own function and polyattn's "
+        "choice in one run. Exit code 1 if any is slower by more than 5 %, or wrong.",
+    )
+    harm.add_argument("--quick", action="store_true", help="a tenth of the problems, in a minute")
+    harm.add_argument("--only", metavar="PATTERN", default="", help="a part of the problems' names")
+    harm.add_argument("--tuned", action="store_true", help="with the times tuned on this machine")
+    harm.add_argument("--json", action="store_true", help="print the record, not the table")
+    harm.add_argument(
+        "--record", metavar="FILE", nargs="?", const="",
+        help="write the record; without FILE to benchmarks/results/<machine>/harm.json",
+    )  # fmt: skip
+    harm.add_argument("--plot", metavar="FILE.png", help="draw the worst (needs matplotlib)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and return 0 for no harm, 1 for harm, 2 if it cannot be said."""
+    if options.record == "" and (options.quick or options.only or options.tuned):
+        raise PolyattnError(
+            "got --record without FILE beside --quick, --only or --tuned, expected a whole untuned "
+            "run for the record of the machine; name a FILE."
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency(
+            "got `bench harm` without PyTorch, expected torch: pip install 'polyattn[torch]'"
+        )
+    from polyattn.bench import records
+    from polyattn.bench.harm import report
+    from polyattn.bench.harm.run import measure
+    from polyattn.bench.report import say
+
+    record = measure(
+        only=options.only, quick=options.quick, tuned=options.tuned,
+        say=lambda line: say(line, error=True),
+    )  # fmt: skip
+    if options.json:
+        say(records.dump(record), plain=True)
+    else:
+        report.print_record(record)
+    if options.record is not None:
+        path = Path(options.record or records.default_path(record, "harm"))
+        records.write(record, path)
+        say(f"record: {path}", error=options.json)
+    if options.plot:
+        from polyattn.bench.plot import draw_ratios
+
+        worst = sorted(record["rows"], key=lambda row: row["ratio"]["median"])[:_MOST_BARS]
+        drawn = draw_ratios({**record, "rows": worst}, Path(options.plot))
+        say(f"plot: {drawn}", error=options.json)
+    return {True: YES, False: NO, None: CANNOT_SAY}[record["goals_met"]]

@@ -1,0 +1,139 @@
+"""Which compiled form of the kernels runs a problem: the best here, for bfloat16 by measurement.
+
+The form with bfloat16 dot products multiplies pairs of bfloat16; the one before it converts them to
+float32 while it packs keys and values. Processors differ in which is faster: the pairs do twice the
+work of float32 on AMD's Zen 4 and half of it on Intel's Sapphire Rapids. So both are run from
+registers once in a process, when the first bfloat16 problem comes for which it matters.
+
+Few query rows, as in decoding, are bound by memory, and nothing is packed for them: what is
+converted once could not serve many rows. They keep the pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyattn import settings
+from polyattn.native import module
+
+__all__ = [
+    "FEW_ROWS", "MARGIN", "Form", "chosen", "described", "few_rows", "for_bfloat16", "isa_for",
+    "peaks",
+]  # fmt: skip
+
+BFLOAT16 = 1
+"""The code of the dtype, as the extension takes it: DType of polyattn/arguments.h."""
+FEW_ROWS = 8
+"""Query rows on one key head up to which the kernels pack nothing: kFewRows of kernel/few.h."""
+MARGIN = 1.15
+"""How much higher a peak must be for another form than the best: the pairs need half the memory."""
+_BLOCKS = 6
+_ITERATIONS = 1 << 12  # some tens of microseconds
+
+Spin = Callable[[int, bool, int, int], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form that runs bfloat16 problems, and why.
+
+    `peaks`: GF/s of one thread by form, each with what it multiplies bfloat16 as; empty where
+    there is no choice.
+    """
+
+    name: str
+    why: str
+    peaks: Mapping[str, float] = field(default_factory=dict)
+
+
+def isa_for(dtype: int, q_len: int, heads: int, kv_heads: int, sequences: int = 1) -> int:
+    """Return the place in :func:`polyattn.native.module.isas` of the form that runs a problem.
+
+    `dtype`: the extension's code. `sequences`: how many share the `q_len` rows of packed arrays.
+    POLYATTN_NATIVE_ISA, where it names one, rules.
+    """
+    if dtype != BFLOAT16 or few_rows(q_len, heads, kv_heads, sequences):
+        return module.isa_index()
+    return _for_many_rows(settings.raw(settings.NATIVE_ISA))
+
+
+@functools.lru_cache(maxsize=64)
+def _for_many_rows(variable: object) -> int:
+    """Return the place of the form for bfloat16; found once for each value of the variable."""
+    return module.isas().index(for_bfloat16().name)
+
+
+def few_rows(q_len: int, heads: int, kv_heads: int, sequences: int = 1) -> bool:
+    """Say whether a key meets so few query rows that the kernels pack nothing.
+
+    >>> few_rows(1, 32, 8), few_rows(1, 32, 1), few_rows(24, 8, 8, sequences=8)
+    (True, False, True)
+    """
+    group = 1 if sequences > 1 else heads // max(kv_heads, 1)
+    return q_len * group <= FEW_ROWS * max(sequences, 1)
+
+
+def chosen(here: Sequence[str], found: Mapping[str, float]) -> Form:
+    """Return the form for bfloat16 among those that are here, best first, by their peaks.
+
+    `found` holds the GF/s of one thread of those that were measured, or nothing.
+
+    >>> chosen(["avx512bf16", "avx512", "generic"], {"avx512bf16": 65.0, "avx512": 130.5}).name
+    'avx512'
+    """
+    best = here[0]
+    if best not in found:
+        return Form(best, "no bfloat16 products: converted to float32 while packing")
+    other = max((name for name in found if name != best), key=lambda name: found[name], default="")
+    if other and found[other] > MARGIN * found[best]:
+        why = (
+            f"converted to float32 while packing: {found[other]:.0f} GF/s a thread, "
+            f"pairs in {best} {found[best]:.0f}; few rows keep {best}"
+        )
+        return Form(other, why, dict(found))
+    rival = f", float32 in {other} {found[other]:.0f}" if other else ""
+    return Form(best, f"pairs of bfloat16: {found[best]:.0f} GF/s a thread{rival}", dict(found))
+
+
+def peaks(here: Sequence[str], spin: Spin) -> dict[str, float]:
+    """Measure what each form that could run bfloat16 does from registers, GF/s of one thread.
+
+    Empty where the best form has no bfloat16 products. Short blocks of the forms take turns, and
+    the best of each counts: what disturbs one can only make it slower.
+    """
+    if not spin(0, True, 1, 1)[0]:
+        return {}
+    forms = {place: place == 0 for place in range(min(2, len(here)))}
+    best = dict.fromkeys(forms, 0.0)
+    for _ in range(_BLOCKS):
+        for place, pairs in forms.items():
+            operations, seconds = spin(place, pairs, _ITERATIONS, 1)
+            best[place] = max(best[place], operations / max(seconds, 1e-9) / 1e9)
+    return {here[place]: gflops for place, gflops in best.items()}
+
+
+_lock = threading.Lock()
+_found: Form | None = None
+
+
+def for_bfloat16() -> Form:
+    """Return the form of bfloat16 problems with many rows; measured at the first call."""
+    global _found
+    if settings.current().native_isa != "best":
+        return Form(module.isas()[module.isa_index()], "POLYATTN_NATIVE_ISA")
+    if _found is None:
+        with _lock:
+            if _found is None:
+                here, spin = module.isas(), module.load().spin
+                _found = chosen(here, peaks(here, spin))
+    return _found
+
+
+def described() -> dict[str, Any]:
+    """Return the form of bfloat16 problems as plain data, for records."""
+    form = for_bfloat16()
+    return {"form": form.name, "why": form.why, "peaks_gflops": dict(form.peaks)}
