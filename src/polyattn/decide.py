@@ -12,6 +12,7 @@ from typing import Any
 
 from polyattn.capabilities import Reason
 from polyattn.errors import Unsupported
+from polyattn.evidence.figures import UNMEASURED, Evidence
 from polyattn.facts import Facts
 from polyattn.heuristics import preference
 from polyattn.problem import Problem
@@ -130,8 +131,12 @@ def select(
     *,
     tuned: Iterable[Tuned] = (),
     facts: Facts | None = None,
+    evidence: Evidence = UNMEASURED,
 ) -> Selection:
-    """Choose the backend; raise :class:`Unsupported` with every decision if nobody can or may."""
+    """Choose the backend; raise :class:`Unsupported` with every decision if nobody can or may.
+
+    `evidence`: what is known of the speed of kernels on the machine that is chosen for.
+    """
     requests = wishes.ordered()
     active = requests[0] if requests else None
     exempt = active[1].names if active and active[0] in (Source.FORCED, Source.CALL) else ()
@@ -142,7 +147,7 @@ def select(
         for name, backend in backends.items()
     }
     if active is None:
-        return _automatic(problem, _within(wishes.left, decisions), backends, tuned)
+        return _automatic(problem, _within(wishes.left, decisions), backends, tuned, evidence)
     source, request = active
     decisions |= _of_other_frameworks(problem, request.names, decisions, registry)
     overridden = {str(s): ", ".join(r.names) for s, r in requests[1:]}
@@ -159,7 +164,7 @@ def select(
     if policy == "error":
         raise Unsupported(refusal, decisions)
     decisions = _within(wishes.left, decisions)
-    chosen = _automatic(problem, decisions, backends, tuned)
+    chosen = _automatic(problem, decisions, backends, tuned, evidence)
     fallback = f"{source} asked for {', '.join(request.names)}, which cannot run it"
     return Selection(
         chosen.backend, chosen.source, chosen.config, decisions, overridden, chosen.reason,
@@ -206,6 +211,7 @@ def _automatic(
     decisions: Mapping[str, Decision],
     backends: Mapping[str, Backend],
     tuned: Iterable[Tuned],
+    evidence: Evidence,
 ) -> Selection:
     able = {
         name: decision.detail
@@ -221,7 +227,7 @@ def _automatic(
                 row.backend, Source.TUNED, dict(row.config), decisions, {}, reason, version,
                 problem=problem,
             )  # fmt: skip
-    order, reason = preference(problem, able)
+    order, reason = preference(problem, able, evidence)
     if not order:
         raise Unsupported(_nobody(problem, decisions), decisions)
     name = order[0]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from polyattn.errors import InvalidProblem
 
-__all__ = ["DTYPES", "LAYOUTS", "MaskFacts", "Problem"]
+__all__ = ["DTYPES", "LAYOUTS", "MaskFacts", "Problem", "rounded_up"]
 
 Layout = Literal["BTNH", "BNTH", "packed"]
 LAYOUTS: tuple[str, ...] = ("BTNH", "BNTH", "packed")
@@ -133,6 +133,14 @@ class Problem:
         return "decode" if self.q_len <= 16 < self.kv_len else "prefill"
 
     @property
+    def class_sizes(self) -> tuple[int, int, int]:
+        """Batch, T and S as a class of problems has them: rounded up to powers of two.
+
+        What is measured of one of a class counts for all, and all get the same automatic choice.
+        """
+        return rounded_up(self.batch), rounded_up(self.q_len), rounded_up(self.kv_len)
+
+    @property
     def shapes(self) -> str:
         """The shapes of query, key and value in the call's layout, for error messages."""
         t, s, n, k, h, v = (
@@ -188,6 +196,15 @@ class Problem:
                 f"got {text[:80]!r}, expected the JSON of a Problem as Problem.to_json() writes "
                 f"it ({error})."
             ) from error
+
+
+def rounded_up(size: int) -> int:
+    """Return the power of two that stands for a class of sizes; up to 2 the size itself.
+
+    >>> [rounded_up(size) for size in (0, 1, 2, 3, 1024, 1025)]
+    [0, 1, 2, 4, 1024, 2048]
+    """
+    return size if size <= 2 else 1 << (size - 1).bit_length()
 
 
 _OPTIONAL = frozenset(
