@@ -6,6 +6,7 @@ Requests (``FORCED``, ``CALL``, ``SCOPE``, ``MODULE``, ``ENV``) are strict; pref
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,10 @@ def decide(
     facts: Facts | None = None,
 ) -> Decision:
     """Decide about one backend: every reason that speaks against it."""
+    if layer is None and facts is None and not never:
+        detail, absent = _here(backend, problem, registry)
+        refused = backend.check(problem)
+        return Rejected((*absent, *refused)) if absent or refused else _accepted(detail)
     reasons: list[Reason] = []
     if layer is not None and backend.name not in layer:
         takes = " or ".join(sorted(layer)) or "none"
@@ -79,7 +84,12 @@ def decide(
     else:
         detail, absent = _there(backend, problem, registry, facts)
     reasons += (*absent, *backend.check(problem))
-    return Rejected(tuple(reasons)) if reasons else Accepted(detail)
+    return Rejected(tuple(reasons)) if reasons else _accepted(detail)
+
+
+@functools.lru_cache(maxsize=256)
+def _accepted(detail: str) -> Accepted:
+    return Accepted(detail)
 
 
 def _here(backend: Backend, problem: Problem, registry: Registry) -> tuple[str, list[Reason]]:
@@ -96,7 +106,7 @@ def _here(backend: Backend, problem: Problem, registry: Registry) -> tuple[str, 
     ):
         present = " or ".join(sorted(probed.devices))
         reasons.append(Reason("machine", f"no {problem.device} device here", present))
-    if problem.device == "cpu":
+    if declared.instructions and problem.device == "cpu":
         reasons += declared.check_processor(instruction_sets())
     return probed.version, reasons
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
@@ -132,7 +133,12 @@ class Problem:
             return "train"
         return "decode" if self.q_len <= 16 < self.kv_len else "prefill"
 
-    @property
+    @functools.cached_property
+    def beside_lengths(self) -> tuple[Any, ...]:
+        """Every fact but the batch and the lengths: all that capabilities look at."""
+        return tuple(getattr(self, name) for name in _BESIDE_LENGTHS)
+
+    @functools.cached_property
     def class_sizes(self) -> tuple[int, int, int]:
         """Batch, T and S as a class of problems has them: rounded up to powers of two.
 
@@ -207,6 +213,9 @@ def rounded_up(size: int) -> int:
     return size if size <= 2 else 1 << (size - 1).bit_length()
 
 
+_BESIDE_LENGTHS = tuple(
+    field.name for field in fields(Problem) if field.name not in ("batch", "q_len", "kv_len")
+)
 _OPTIONAL = frozenset(
     {
         "bias", "bias_grad", "scale", "softcap", "sinks", "sinks_grad", "dropout_p",

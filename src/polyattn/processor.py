@@ -115,6 +115,7 @@ def _number(text: str | None) -> int | None:
         return None
 
 
+@functools.lru_cache(maxsize=1)
 def instruction_sets() -> frozenset[str] | None:
     """Return which of :data:`INSTRUCTION_SETS` this processor has; None where nothing tells.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn import settings
 from polyattn.choice import prepared
 from polyattn.errors import SettingsError
 from polyattn.evidence.machine import Machine
@@ -33,8 +34,8 @@ __all__ = ["TorchProber"]
 
 _NATIVE, _RIVAL = "native_cpu", "sdpa_flash"
 _SIZES = {  # for each thread: query heads, heads; T, S, H
-    "dense": (1, 1, 512, 256, 64),
-    "wide": (1, 1, 256, 256, 128),
+    "dense": (1, 1, 768, 576, 64),  # torch's kernel takes larger blocks from 768 queries on
+    "wide": (1, 1, 256, 576, 128),
     "causal": (1, 1, 384, 384, 64),
     "short": (2, 2, 192, 192, 64),
     "decode": (4, 4, 1, 2048, 64),
@@ -50,7 +51,7 @@ class TorchProber:
 
     def machine(self) -> Machine:
         """Return this machine, with torch's threads as they are set now."""
-        return _machine(torch.get_num_threads(), _isa())
+        return _machine(torch.get_num_threads(), settings.raw(settings.NATIVE_ISA))
 
     def refusal(self) -> str | None:
         """Say why nothing may be tried here and now; None where it may."""
@@ -82,17 +83,15 @@ class TorchProber:
         return _Probe(problem)
 
 
-def _isa() -> int | None:
-    """Return the place of the kernels' form in use; None without one, for the call to say why."""
+@functools.lru_cache(maxsize=64)
+def _machine(threads: int, isa: object) -> Machine:
+    """Return this machine; `isa`: what POLYATTN_NATIVE_ISA holds, which says the kernels' form."""
     try:
-        return module.isa_index() if isinstance(module.status(), Available) else None
-    except SettingsError:
-        return None
-
-
-@functools.lru_cache(maxsize=16)
-def _machine(threads: int, isa: int | None) -> Machine:
-    return Machine.here(torch.__version__, threads, None if isa is None else module.isas()[isa])
+        here = isinstance(module.status(), Available)
+        form = module.isas()[module.isa_index()] if here else None
+    except SettingsError:  # for the call to raise
+        form = None
+    return Machine.here(torch.__version__, threads, form)
 
 
 class _Probe:
