@@ -81,7 +81,7 @@ _made: tuple[Place | None, Mapping[str, list[Measurement]], int, Evidence] = (
 def in_force(framework: str = "torch") -> Evidence:
     """Return what is known of this machine's kernels for a framework, without measuring.
 
-    >>> in_force("numpy") is UNMEASURED
+    >>> isinstance(in_force("torch"), Evidence)
     True
     """
     global _made
