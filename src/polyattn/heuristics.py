@@ -45,7 +45,7 @@ _OWN = frozenset({"sdpa_flash", "sdpa_math"})
 
 def _sparse(p: Problem) -> bool:
     kinds = p.mask.kinds if p.mask else frozenset()
-    return bool(kinds & {"Window", "BlockMap", "Segments", "Packed"}) and p.kv_len >= 1024
+    return bool(kinds & {"Window", "BlockMap", "Segments", "Packed"}) and p.class_sizes[2] >= 1024
 
 
 ROWS: tuple[Row, ...] = (

@@ -352,7 +352,7 @@ def test_other_threads_or_processors_are_another_machine(
 def test_rows_that_make_no_sense_are_passed_over(prober: StandIn) -> None:
     real = platform_of("torch")
     device = device_of(real.device_description("cpu"))
-    for config in ('{"calibration":"nonsense","dtype":"float32"}', "[]", "{}", '{"dtype":3}'):
+    for config in ('{"calibration":"nonsense","dtype":"float32"}', "[]", '{"calibration":[],"dtype":"float32"}', '{"dtype":3}'):
         key = tables.Key(device, real.versions(), DENSE.to_json())
         one = Measurement("native_cpu", config, 1.0, 1.0, 1.0, 2, 0.0, 1.0, True)
         two = Measurement("sdpa_flash", config, 9.0, 9.0, 9.0, 2, 0.0, 1.0, True)

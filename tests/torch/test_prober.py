@@ -118,6 +118,20 @@ def test_nothing_is_tried_in_the_middle_of_something(within: Callable[[Any], Non
     assert PROBER.refusal() is None
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_nothing_is_tried_in_a_forked_child(tmp_path: Path) -> None:
+    code = """
+    import os, torch
+    from polyattn.torch.prober import TorchProber
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    child = os.fork()
+    if child == 0:  # where torch would wait for threads that stayed behind, for ever
+        os._exit(0 if TorchProber().refusal() else 1)
+    print(os.waitpid(child, 0)[1], TorchProber().refusal())
+    """
+    assert run(code, tmp_path).strip() == "0 None"
+
+
 def run(code: str, cache: Path, **environ: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code)],

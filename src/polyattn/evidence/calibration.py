@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 
 from polyattn import scopes, settings
+from polyattn.backend import FAULTS
 from polyattn.errors import PolyattnError
 from polyattn.evidence import here
 from polyattn.evidence.comparing import BUSY, Compared, compare
@@ -20,7 +21,6 @@ from polyattn.evidence.kinds import NATIVE_FROM, kind_of, kinds_beside, work_of
 from polyattn.evidence.rows import entries_of
 from polyattn.platforms import Probe, Prober, find_platform
 from polyattn.problem import Problem
-from polyattn.registry import FAULTS
 from polyattn.selection import Accepted, Selection, Source
 from polyattn.tuning import Key, Measurement, TuningTable
 

@@ -44,15 +44,18 @@ def entries_of(
 
 def figures_of(stored: Mapping[str, list[Measurement]]) -> dict[tuple[str, str], Figure]:
     """Return the figures that rows hold; what is not of a calibration is passed over."""
-    found = {}
+    found: dict[tuple[str, str], Figure] = {}
     for rows in stored.values():
         native = next((one for one in rows if one.backend == NATIVE), None)
         rival = next((one for one in rows if one.backend != NATIVE), None)
         if native is None or rival is None or native.config != rival.config:
             continue
         told = json.loads(native.config)
-        key = (told.get("dtype"), told.get("calibration")) if isinstance(told, dict) else ("", "")
-        if key[0] in DTYPES and key[1] in KINDS:
-            ratios = (one / native.median_s for one in (rival.min_s, rival.median_s, rival.max_s))
-            found[key] = Figure(*ratios, SOURCE)
+        if not isinstance(told, dict):
+            continue
+        dtype, kind = told.get("dtype"), told.get("calibration")
+        if dtype in DTYPES and isinstance(kind, str) and kind in KINDS:
+            unit = native.median_s
+            low, median, high = rival.min_s / unit, rival.median_s / unit, rival.max_s / unit
+            found[dtype, kind] = Figure(low, median, high, SOURCE)
     return found

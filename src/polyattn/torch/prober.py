@@ -7,6 +7,7 @@ their own, and gradients, autocast and threads are afterwards as they were befor
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,9 @@ _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """How far two right results of numbers of about 1 may be apart."""
 
 
+_PID = os.getpid()
+
+
 class TorchProber:
     """torch's CPU kernels, as `polyattn.platforms.Prober` wants them."""
 
@@ -57,6 +61,8 @@ class TorchProber:
         """Say why nothing may be tried here and now; None where it may."""
         if torch.compiler.is_compiling():
             return "a compiler traces"
+        if os.getpid() != _PID:
+            return "torch's threads stayed with the parent of this process"
         if is_watched() or function_modes():
             return "a mode or a transform sees every operation"
         if may_be_in_backward() != -1:
