@@ -93,7 +93,8 @@ def _calibrated(prober: Prober, problem: Problem) -> bool:
             if time.monotonic() - begin > _SESSION_S or BUSY in undecided.values():
                 undecided[dtype, kind] = BUSY
                 continue
-            found = _compared(prober, dtype, kind, place.machine.threads or 1)
+            patience = 2 if figures else 1
+            found = _compared(prober, dtype, kind, place.machine.threads or 1, patience)
             if isinstance(found, str):
                 undecided[dtype, kind] = found
                 continue
@@ -109,13 +110,15 @@ def _calibrated(prober: Prober, problem: Problem) -> bool:
     return True
 
 
-def _compared(prober: Prober, dtype: str, kind: str, threads: int) -> tuple[Probe, Compared] | str:
+def _compared(
+    prober: Prober, dtype: str, kind: str, threads: int, patience: int
+) -> tuple[Probe, Compared] | str:
     """Compare both kernels on one kind; or say why that gave no result."""
     try:
         probe = prober.probe(dtype, kind)
         if not probe.error <= probe.tolerance:
             return f"not calibrated: native_cpu and {probe.rival} differ by {probe.error:.1e}"
-        found = compare(probe.native, probe.theirs, threads)
+        found = compare(probe.native, probe.theirs, threads, patience=patience)
     except FAULTS as error:  # a kernel's, which is no fault of the call that is chosen for
         return f"not calibrated: {type(error).__name__}: {error}"
     return found if isinstance(found, str) else (probe, found)

@@ -41,9 +41,12 @@ class Compared:
 def compare(
     native: Step, theirs: Step, threads: int,
     clock: Callable[[], float] = time.perf_counter,
-    waited: Callable[[], float | None] | None = None,
+    waited: Callable[[], float | None] | None = None, patience: int = 2,
 ) -> Compared | str:  # fmt: skip
-    """Time two kernels by turns; or say why that gave no result."""
+    """Time two kernels by turns; or say why that gave no result.
+
+    `patience`: in how many rounds others may disturb before it is given up.
+    """
     waited = waited_s if waited is None else waited
     pairs: list[tuple[float, float]] = []
     busy = 0
@@ -55,7 +58,7 @@ def compare(
             share = (after - before) / max(end - begin, 1e-9) / max(1, threads)
             if share > _WAITED:
                 busy += 1
-                if busy == 2:  # it will not be quiet a millisecond later
+                if busy >= patience:  # it will not be quiet a millisecond later
                     return BUSY
                 continue
         pairs += found

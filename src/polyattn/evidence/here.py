@@ -43,10 +43,10 @@ class Kept:
         self._tries: dict[tuple[Place, str, str], tuple[int, float]] = {}
 
     def may_try(self, place: Place, dtype: str, kind: str) -> bool:
-        """Say whether to calibrate, and note the try: a few of them, some seconds apart."""
+        """Say whether to calibrate, and note the try: a few of them, ever farther apart."""
         count, last = self._tries.get((place, dtype, kind), (0, -math.inf))
         now = time.monotonic()
-        if count >= _TRIES or now - last < _AGAIN_S:
+        if count >= _TRIES or now - last < _AGAIN_S * 4 ** (count - 1):
             return False
         self._tries[place, dtype, kind] = count + 1, now
         return True
