@@ -76,7 +76,8 @@ def converted(
         "schema": SCHEMA, "name": name, "hardware": hardware,
         "matches": {
             **who, "level": level_of(frozenset(bench["machine"]["flags"]) | _neon(bench)),
-            "isa": bench["native"]["isa"], "torch": [release_of(bench["versions"]["torch"])],
+            "isa": bench["native"]["isa"], "bfloat16": _form(bench["native"]),
+            "torch": [release_of(bench["versions"]["torch"])],
             "threads": list(threads or (1, 2 * bench["threads"])),
         },
         "made": {
@@ -89,6 +90,11 @@ def converted(
             for dtype, kinds in ratios.items()
         },
     }  # fmt: skip
+
+
+def _form(native: Mapping[str, Any]) -> str:
+    """Return the form that ran bfloat16: the best one, in records of before there was a choice."""
+    return str(native.get("bfloat16", {}).get("form", native["isa"]))
 
 
 def _neon(bench: Mapping[str, Any]) -> frozenset[str]:

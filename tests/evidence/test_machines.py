@@ -101,6 +101,15 @@ def test_a_record_counts_for_its_releases_and_threads(
         assert (find(told) is not None) is fits
 
 
+def test_bfloat16_figures_are_those_of_the_form_that_runs() -> None:
+    amx = find(AMX)
+    other = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16", "avx512")
+    assert find(other) is amx and amx.figures_for(AMX) == amx.figures
+    left = {kind for dtype, kind in amx.figures_for(other) if dtype == "bfloat16"}
+    assert left == {"grouped decode"}
+    assert ("float32", "dense") in amx.figures_for(other)
+
+
 def test_facts_may_tell_the_release_of_torch() -> None:
     assert on("zen4", DENSE, torch="2.13.1").backend == "native_cpu"
     assert on("zen4", DENSE, torch="2.9.0").backend == "sdpa_flash"

@@ -108,7 +108,7 @@ def _evidence(
     if settings.current().calibration:
         figures |= kept.figures.get(place, {})
     return Evidence(
-        figures | dict(record.figures if record else {}),
+        figures | (record.figures_for(place.machine) if record else {}),
         undecided=kept.undecided.get(place, {}),
         record=record.name if record else None,
     )

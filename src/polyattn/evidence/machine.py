@@ -15,7 +15,8 @@ class Machine:
     """A processor, torch's release there, and the threads; None: not told.
 
     `level`: the best instruction set that kernels are written for
-    (:func:`polyattn.processor.level_of`). `isa`: the form of the native kernels that runs.
+    (:func:`polyattn.processor.level_of`). `isa`: the form of the native kernels that runs;
+    `bfloat16`: the one that runs bfloat16 problems with many rows.
     """
 
     vendor: str | None
@@ -24,16 +25,19 @@ class Machine:
     torch: str | None = None
     threads: int | None = None
     isa: str | None = None
+    bfloat16: str | None = None
 
     @classmethod
-    def here(cls, torch: str, threads: int, isa: str | None = None) -> Machine:
+    def here(
+        cls, torch: str, threads: int, isa: str | None = None, bfloat16: str | None = None
+    ) -> Machine:
         """Return this machine; `torch` is the installed version.
 
         >>> Machine.here("2.13.0+cpu", 2).torch
         '2.13'
         """
         who, level = identity(), level_of(instruction_sets())
-        return cls(who.vendor, who.family, level, release_of(torch), threads, isa)
+        return cls(who.vendor, who.family, level, release_of(torch), threads, isa, bfloat16)
 
     @classmethod
     def told(cls, facts: Facts) -> Machine:
@@ -41,7 +45,7 @@ class Machine:
 
         >>> Machine.told(Facts.parse("zen4", {"torch": "2.13.0"}))
         Machine(vendor='AuthenticAMD', family=25, level='avx512bf16', torch='2.13', threads=None, \
-isa=None)
+isa=None, bfloat16=None)
         """
         version = facts.packages.get("torch")
         torch = None if version is None else release_of(version)

@@ -34,6 +34,7 @@ class Record:
     families: tuple[int, ...]
     level: str
     isa: str
+    bfloat16: str
     torch: tuple[str, ...]
     threads: tuple[int, int]
     command: str
@@ -49,6 +50,18 @@ class Record:
             and (machine.torch is None or machine.torch in self.torch)
             and (machine.threads is None or self.threads[0] <= machine.threads <= self.threads[1])
         )
+
+    def figures_for(self, machine: Machine) -> dict[tuple[str, str], Figure]:
+        """Return the figures that count for a machine which the record fits.
+
+        Where another form of the kernels runs bfloat16 there, those of many rows are not its own.
+        """
+        own = machine.bfloat16 in (None, self.bfloat16)
+        return {
+            (dtype, kind): figure
+            for (dtype, kind), figure in self.figures.items()
+            if own or dtype != "bfloat16" or "decode" in kind
+        }
 
 
 def find(machine: Machine, among: Iterable[Record] | None = None) -> Record | None:
@@ -96,8 +109,8 @@ def _read(data: Any) -> Record:
     return Record(
         str(data["name"]), str(data["hardware"]), str(fits["vendor"]),
         tuple(map(int, fits["families"])), str(fits["level"]), str(fits["isa"]),
-        tuple(map(str, fits["torch"])), (int(low), int(high)), str(made["command"]),
-        dict(_figures(data["figures"], source)),
+        str(fits["bfloat16"]), tuple(map(str, fits["torch"])), (int(low), int(high)),
+        str(made["command"]), dict(_figures(data["figures"], source)),
     )  # fmt: skip
 
 
