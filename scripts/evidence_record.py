@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "src" / "polyattn" / "evidence" / "records"
 MASKS = {"none": None, "causal": MaskFacts.parse("Causal('top_left')", None)}
 """The masks of a bench that are a kind of their own; the others follow from these."""
+TIMED = ("native_cpu", "automatic")
+"""What a bench timed: the kernels themselves, or as `bench harm` what was chosen and the kernels."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +69,7 @@ def converted(
     threads: Sequence[int] | None = None, note: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record that the record of a bench makes."""
-    if bench["quick"] or bench["backend"] != "native_cpu" or not bench["native"]:
+    if bench["quick"] or bench["backend"] not in TIMED or not bench["native"]:
         raise SystemExit("got a --quick bench, or one of another backend: neither is evidence")
     ratios: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for dtype, kind, ratio in _measured(bench["rows"]):
@@ -117,7 +119,9 @@ def _measured(
             continue
         # what would run in the kernel's stead: of grouped decoding, sdpa_flash folds the heads
         folded = row.get("peers", {}).get("folded", {}).get("ratio")
-        yield row["dtype"], kind_of(problem), folded or row["ratio"]
+        ratio = row["native_ratio"] if "native_ratio" in row else folded or row["ratio"]
+        if ratio is not None:  # which the kernels cannot run
+            yield row["dtype"], kind_of(problem), ratio
 
 
 def _figure(ratios: Sequence[Mapping[str, float]]) -> dict[str, float | int]:

@@ -97,6 +97,19 @@ def test_rows_are_told_by_kind_and_what_is_wrong_or_small_is_left_out(tmp_path: 
     assert figures["bfloat16", "wide"][1] == 0.5 and len(figures) == 6
 
 
+def test_of_bench_harm_the_times_of_the_kernels_count_whatever_was_chosen(tmp_path: Path) -> None:
+    rows = [
+        row(ratio=spread(1.0), native_ratio=spread(0.7), q_len=1),
+        row(ratio=spread(1.0), native_ratio=None, train=True),
+    ]
+    native = bench()["native"] | {"bfloat16": {"form": "avx512", "why": "", "peaks_gflops": {}}}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(bench(rows=rows, backend="automatic", native=native)))
+    found = parse(convert(path).stdout, "made.json")
+    assert {key: one.median for key, one in found.figures.items()} == {("float32", "decode"): 0.7}
+    assert (found.isa, found.bfloat16) == ("avx512bf16", "avx512")
+
+
 def test_what_is_no_evidence_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     for changes in ({"quick": True}, {"backend": "flex"}, {"native": None}):
