@@ -25,7 +25,7 @@ FOLDER = ROOT / "src" / "polyattn" / "evidence" / "records"
 MASKS = {"none": None, "causal": MaskFacts.parse("Causal('top_left')", None)}
 """The masks of a bench that are a kind of their own; the others follow from these."""
 TIMED = ("native_cpu", "automatic")
-"""What a bench timed: the kernels themselves, or as `bench harm` what was chosen and the kernels."""
+"""What a bench timed: the kernels alone or, as `bench harm`, what was chosen and the kernels."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -25,7 +25,6 @@ from polyattn.torch import platform, short
 from polyattn.torch.cache import Key, key_for
 from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
-from polyattn.torch.prober import TorchProber
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]
@@ -204,6 +203,6 @@ platforms.register_platform(
         device_description=platform.device_description,
         described=platform.described,
         present_device=platform.present_device,
-        prober=TorchProber(),
+        prober=platform.prober,
     )
 )

@@ -9,8 +9,12 @@ import torch
 
 from polyattn.platforms import Described
 from polyattn.processor import identity, processor, processors_quota, processors_usable
+from polyattn.torch.prober import TorchProber
 
-__all__ = ["described", "device_description", "library_versions", "present_device"]
+__all__ = ["described", "device_description", "library_versions", "present_device", "prober"]
+
+prober = TorchProber()
+"""What tries the CPU kernels on this machine."""
 
 
 @functools.lru_cache(maxsize=1)
