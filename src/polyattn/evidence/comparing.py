@@ -18,7 +18,7 @@ from polyattn.evidence.rows import SOURCE
 __all__ = ["BUSY", "SCATTERED", "Compared", "compare", "waited_s"]
 
 _PAIRS, _ROUNDS = 6, 3
-_ROUND_S = 0.006  # a round ends then, unless it has too few pairs
+_ROUND_S = 0.004  # a round ends then, unless it has too few pairs
 _FEWEST = 3
 _WAITED = 0.1
 _AGREE, _CLEAR = 1.1, 1.25

@@ -36,7 +36,7 @@ __all__ = ["TorchProber"]
 _NATIVE, _RIVAL = "native_cpu", "sdpa_flash"
 _SIZES = {  # for each thread: query heads, heads; T, S, H
     "dense": (1, 1, 768, 576, 64),  # torch's kernel takes larger blocks from 768 queries on
-    "wide": (1, 1, 256, 576, 128),
+    "wide": (1, 1, 192, 576, 128),
     "causal": (1, 1, 384, 384, 64),
     "short": (2, 2, 192, 192, 64),
     "decode": (4, 4, 1, 2048, 64),
