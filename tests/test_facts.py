@@ -13,6 +13,7 @@ from polyattn.processor import instruction_sets
 from polyattn.registry import Available, Backend, Missing, Registry
 from polyattn.registry import registry as ours
 from polyattn.requests import Request
+from polyattn.selection import Accepted
 
 PROBLEM = Problem(batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8, head_dim=64)
 
@@ -141,11 +142,12 @@ def test_a_backend_foretells_its_probe(registry: Registry) -> None:
 def test_native_cpu_answers_for_the_processor_it_is_told_of() -> None:
     for text, form in (("cpu:avx2", "avx2"), ("zen4", "avx512bf16"), ("graviton2", "neon")):
         found = choose(PROBLEM, Wishes(), Facts.parse(text))
-        assert (found.backend, form in str(found.decisions["native_cpu"])) == ("native_cpu", True)
+        assert form in str(found.decisions["native_cpu"])
     old = choose(PROBLEM, Wishes(), Facts("cpu", instructions=frozenset({"avx"})))
     assert old.backend == "sdpa_flash"
     assert "vector instruction sets" in str(old.decisions["native_cpu"])
-    assert choose(PROBLEM, Wishes(), Facts.parse("cpu")).backend == "native_cpu"
+    somewhere = choose(PROBLEM, Wishes(), Facts.parse("cpu"))
+    assert isinstance(somewhere.decisions["native_cpu"], Accepted)
 
 
 def test_the_rule_for_dry_runs_is_that_of_the_extension() -> None:

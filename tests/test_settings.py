@@ -75,7 +75,12 @@ def test_settings_are_shown_as_they_would_be_set(
 def test_a_change_of_any_variable_is_seen(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(variable, raising=False)
     unset = settings.current()
-    other = {"_ON_UNSUPPORTED": "fallback", "_TUNING": "off", "_PLUGINS": "off"}
+    other = {
+        "_ON_UNSUPPORTED": "fallback",
+        "_TUNING": "off",
+        "_PLUGINS": "off",
+        "_CALIBRATION": "off",
+    }
     other |= {"_NATIVE_ISA": "generic", "_TRACE_STEPS": "3", "_TRACE_INPUTS": "0"}
     monkeypatch.setenv(variable, other.get(variable.removeprefix("POLYATTN"), "1"))
     assert settings.current() != unset
@@ -83,7 +88,7 @@ def test_a_change_of_any_variable_is_seen(variable: str, monkeypatch: pytest.Mon
     assert settings.current() == unset
 
 
-@pytest.mark.parametrize("variable", ["ON_UNSUPPORTED", "TUNING", "PLUGINS"])
+@pytest.mark.parametrize("variable", ["ON_UNSUPPORTED", "TUNING", "PLUGINS", "CALIBRATION"])
 def test_a_value_that_means_nothing_lists_the_valid_ones(variable: str) -> None:
     with pytest.raises(SettingsError, match=rf"got POLYATTN_{variable}='maybe', expected one of"):
         settings.Settings.parse({f"POLYATTN_{variable}": "maybe"})

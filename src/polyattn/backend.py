@@ -94,26 +94,36 @@ class Backend:
     def capabilities_for(self, device: str) -> Capabilities:
         """Return the declaration for `device` (the first one if none names it)."""
         declared = self.capabilities
-        every = declared if isinstance(declared, tuple) else (declared,)
-        return next((c for c in every if device in c.devices), every[0])
+        if not isinstance(declared, tuple):
+            return declared
+        for one in declared:
+            if device in one.devices:
+                return one
+        return declared[0]
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against running `problem`, available or not.
 
         A declaration that raises, or that gives anything else than reasons, is a reason itself.
         """
-        return (
-            *self._reasons(
-                "capabilities", lambda: self.capabilities_for(problem.device).check(problem)
-            ),
-            *self._reasons("extra", lambda: self.extra(problem) if self.extra else ()),
-        )
+        declared = self._reasons("capabilities", self._declared, problem)
+        if (extra := self.extra) is None:
+            return declared
+        return (*declared, *self._reasons("extra", extra, problem))
 
-    def _reasons(self, part: str, ask: Callable[[], Iterable[Reason]]) -> tuple[Reason, ...]:
+    def _declared(self, problem: Problem) -> tuple[Reason, ...]:
+        return self.capabilities_for(problem.device).check(problem)
+
+    def _reasons(
+        self, part: str, ask: Callable[[Problem], Iterable[Reason]], problem: Problem
+    ) -> tuple[Reason, ...]:
         try:
-            found = tuple(ask())
-            wrong = [reason for reason in found if not isinstance(reason, Reason)]
-            said = f"{wrong[0]!r} from its {part}" if wrong else None
+            found = tuple(ask(problem))
+            said = None
+            for reason in found:
+                if not isinstance(reason, Reason):
+                    said = f"{reason!r} from its {part}"
+                    break
         except FAULTS as error:
             said, found = f"{told(error)} from its {part}", ()
         return (

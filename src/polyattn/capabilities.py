@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -105,7 +106,19 @@ class Capabilities:
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against running `problem`; none means that it runs exactly."""
-        return (*self._sets(problem), *self._dims(problem), *self._features(problem))
+        facts = problem.beside_lengths
+        found = self._checked.get(facts)
+        if found is None:
+            if len(self._checked) >= _MOST_CHECKED:
+                self._checked.clear()
+            found = (*self._sets(problem), *self._dims(problem), *self._features(problem))
+            self._checked[facts] = found
+        return found
+
+    @functools.cached_property
+    def _checked(self) -> dict[tuple[object, ...], tuple[Reason, ...]]:
+        """What was said of problems, which rests on no length: growing ones ask again and again."""
+        return {}
 
     def check_processor(self, instructions: frozenset[str] | None) -> tuple[Reason, ...]:
         """Return the reason against a processor with these instruction sets (None: not known).
@@ -176,6 +189,9 @@ class Capabilities:
         ):  # fmt: skip
             if wanted and not can:
                 yield Reason(fact, got, takes)
+
+
+_MOST_CHECKED = 256
 
 
 def _is_range(value: object, length: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from polyattn import scopes, settings, tables
 from polyattn.decide import Tuned, Wishes, select
 from polyattn.errors import MissingDependency, PolyattnError
+from polyattn.evidence import UNMEASURED, Evidence, calibration, here
 from polyattn.facts import Facts
 from polyattn.platforms import find_platform
 from polyattn.problem import Problem
@@ -78,9 +79,23 @@ def _names(backend: Any) -> tuple[Any, ...]:
 
 
 def choose(problem: Problem, wishes: Wishes, facts: Facts | None = None) -> Selection:
-    """Select a backend for the problem; measured times of this machine take part."""
-    tuned = [] if facts is not None else _tuned(problem)
-    return select(problem, wishes, registry, tuned=tuned, facts=facts)
+    """Select a backend for the problem; measured times of this machine take part.
+
+    Where the choice would rest on a figure that nobody has measured yet, the machine is calibrated
+    first, if it may be here (see `polyattn.evidence.calibration`). With `facts` nothing is.
+    """
+    if facts is not None:
+        return select(problem, wishes, registry, facts=facts, evidence=here.told(facts))
+    tuned = _tuned(problem)
+    evidence = _evidence(problem)
+    selection = select(problem, wishes, registry, tuned=tuned, evidence=evidence)
+    if not calibration.wanted(selection, problem, evidence) or not calibration.calibrate(problem):
+        return selection
+    return select(problem, wishes, registry, tuned=tuned, evidence=_evidence(problem))
+
+
+def _evidence(problem: Problem) -> Evidence:
+    return here.in_force(problem.framework) if problem.device == "cpu" else UNMEASURED
 
 
 def _tuned(problem: Problem) -> list[Tuned]:

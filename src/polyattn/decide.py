@@ -6,12 +6,14 @@ Requests (``FORCED``, ``CALL``, ``SCOPE``, ``MODULE``, ``ENV``) are strict; pref
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn.capabilities import Reason
 from polyattn.errors import Unsupported
+from polyattn.evidence.figures import UNMEASURED, Evidence
 from polyattn.facts import Facts
 from polyattn.heuristics import preference
 from polyattn.problem import Problem
@@ -67,6 +69,10 @@ def decide(
     facts: Facts | None = None,
 ) -> Decision:
     """Decide about one backend: every reason that speaks against it."""
+    if layer is None and facts is None and not never:
+        detail, absent = _here(backend, problem, registry)
+        refused = backend.check(problem)
+        return Rejected((*absent, *refused)) if absent or refused else _accepted(detail)
     reasons: list[Reason] = []
     if layer is not None and backend.name not in layer:
         takes = " or ".join(sorted(layer)) or "none"
@@ -78,7 +84,12 @@ def decide(
     else:
         detail, absent = _there(backend, problem, registry, facts)
     reasons += (*absent, *backend.check(problem))
-    return Rejected(tuple(reasons)) if reasons else Accepted(detail)
+    return Rejected(tuple(reasons)) if reasons else _accepted(detail)
+
+
+@functools.lru_cache(maxsize=256)
+def _accepted(detail: str) -> Accepted:
+    return Accepted(detail)
 
 
 def _here(backend: Backend, problem: Problem, registry: Registry) -> tuple[str, list[Reason]]:
@@ -95,7 +106,7 @@ def _here(backend: Backend, problem: Problem, registry: Registry) -> tuple[str, 
     ):
         present = " or ".join(sorted(probed.devices))
         reasons.append(Reason("machine", f"no {problem.device} device here", present))
-    if problem.device == "cpu":
+    if declared.instructions and problem.device == "cpu":
         reasons += declared.check_processor(instruction_sets())
     return probed.version, reasons
 
@@ -130,8 +141,12 @@ def select(
     *,
     tuned: Iterable[Tuned] = (),
     facts: Facts | None = None,
+    evidence: Evidence = UNMEASURED,
 ) -> Selection:
-    """Choose the backend; raise :class:`Unsupported` with every decision if nobody can or may."""
+    """Choose the backend; raise :class:`Unsupported` with every decision if nobody can or may.
+
+    `evidence`: what is known of the speed of kernels on the machine that is chosen for.
+    """
     requests = wishes.ordered()
     active = requests[0] if requests else None
     exempt = active[1].names if active and active[0] in (Source.FORCED, Source.CALL) else ()
@@ -142,7 +157,7 @@ def select(
         for name, backend in backends.items()
     }
     if active is None:
-        return _automatic(problem, _within(wishes.left, decisions), backends, tuned)
+        return _automatic(problem, _within(wishes.left, decisions), backends, tuned, evidence)
     source, request = active
     decisions |= _of_other_frameworks(problem, request.names, decisions, registry)
     overridden = {str(s): ", ".join(r.names) for s, r in requests[1:]}
@@ -159,7 +174,7 @@ def select(
     if policy == "error":
         raise Unsupported(refusal, decisions)
     decisions = _within(wishes.left, decisions)
-    chosen = _automatic(problem, decisions, backends, tuned)
+    chosen = _automatic(problem, decisions, backends, tuned, evidence)
     fallback = f"{source} asked for {', '.join(request.names)}, which cannot run it"
     return Selection(
         chosen.backend, chosen.source, chosen.config, decisions, overridden, chosen.reason,
@@ -206,6 +221,7 @@ def _automatic(
     decisions: Mapping[str, Decision],
     backends: Mapping[str, Backend],
     tuned: Iterable[Tuned],
+    evidence: Evidence,
 ) -> Selection:
     able = {
         name: decision.detail
@@ -221,7 +237,7 @@ def _automatic(
                 row.backend, Source.TUNED, dict(row.config), decisions, {}, reason, version,
                 problem=problem,
             )  # fmt: skip
-    order, reason = preference(problem, able)
+    order, reason = preference(problem, able, evidence)
     if not order:
         raise Unsupported(_nobody(problem, decisions), decisions)
     name = order[0]

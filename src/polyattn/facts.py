@@ -24,10 +24,11 @@ class Facts:
     the processor's instruction sets, or None where they are not known. `packages`: versions of
     what is installed there; a package mapped to None is known to be absent, one that is not
     named is assumed present. `builds`: what a framework there was built for, by its name, as
-    ``{"torch": "cpu"}``; one that is not named is assumed to fit the device.
+    ``{"torch": "cpu"}``; one that is not named is assumed to fit the device. `vendor` and `family`:
+    who made the processor and which it is (:func:`polyattn.processor.identity`), None: not known.
 
-    >>> Facts.parse("h100")
-    Facts(device='cuda', arch='sm_90', instructions=None, packages={}, builds={})
+    >>> Facts.parse("h100").arch, Facts.parse("zen4").vendor, Facts.parse("zen4").family
+    ('sm_90', 'AuthenticAMD', 25)
     >>> sorted(Facts.parse("cpu:avx2").instructions)
     ['avx', 'avx2', 'bmi2', 'f16c', 'fma']
     """
@@ -37,6 +38,8 @@ class Facts:
     instructions: frozenset[str] | None = None
     packages: Mapping[str, str | None] = field(default_factory=dict)
     builds: Mapping[str, str] = field(default_factory=dict)
+    vendor: str | None = None
+    family: int | None = None
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -80,7 +83,8 @@ class Facts:
         if device != "cpu":
             return cls(device, detail or None, None, packages or {}, builds or {})
         named = frozenset(part.strip() for part in detail.split("+")) if detail else None
-        return cls("cpu", None, _with_implied(named), packages or {}, builds or {})
+        maker = _MAKERS.get(name, (None, None))
+        return cls("cpu", None, _with_implied(named), packages or {}, builds or {}, *maker)
 
     def lacks_build(self, framework: str) -> str | None:
         """Return what the framework there was built for, if that leaves out this device."""
@@ -108,6 +112,13 @@ _PRODUCTS = {
     "sapphirerapids": "cpu:amx_bf16+amx_int8+avx512_fp16", "zen3": "cpu:avx2",
     "zen4": "cpu:avx512_bf16", "graviton2": "cpu:neon", "graviton3": "cpu:sve+bf16+i8mm",
 }  # fmt: skip
+
+_MAKERS = {
+    "haswell": ("GenuineIntel", 6), "skylakex": ("GenuineIntel", 6), "icelake": ("GenuineIntel", 6),
+    "sapphirerapids": ("GenuineIntel", 6), "zen3": ("AuthenticAMD", 25),
+    "zen4": ("AuthenticAMD", 25), "graviton2": ("ARM", 0xD0C), "graviton3": ("ARM", 0xD40),
+}  # fmt: skip
+"""Vendor and family of the processors among the products, as they tell it themselves."""
 
 _IMPLIED = {
     "fma": ("avx",), "f16c": ("avx",), "avx2": ("avx", "fma", "f16c", "bmi2"),

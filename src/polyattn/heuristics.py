@@ -11,39 +11,47 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from polyattn.capabilities import arch_number
+from polyattn.evidence.figures import UNMEASURED, Evidence
+from polyattn.evidence.kinds import NATIVE_FROM, work_of
 from polyattn.problem import Problem
 
-__all__ = ["ROWS", "Row", "preference"]
+__all__ = ["EVIDENCE", "ROWS", "Row", "preference"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A condition on a framework's problems, the order it prefers, and why."""
+    """A condition on a framework's problems, the order it prefers, and why.
+
+    `rests_on`: the features of a machine that the order needs and where they are known from. A row
+    that rests on :data:`EVIDENCE` holds only where that says that its first backend is the faster;
+    the reason is then what was measured.
+    """
 
     name: str
     when: Callable[[Problem], bool]
     prefer: tuple[str, ...]
     reason: str
     framework: str = "torch"
+    rests_on: str = ""
 
 
-NATIVE_FROM = 1 << 20
-"""The work, B * N * T * S * (H + V), from which the native CPU kernels are preferred."""
+EVIDENCE = (
+    "vendor, family and instruction sets of the processor, torch's release and the threads: a "
+    "record of such a machine (polyattn.evidence.records), or a calibration of this one"
+)
+_OWN = frozenset({"sdpa_flash", "sdpa_math"})
+"""What torch's own function may run on CPUs."""
 
 
 def _sparse(p: Problem) -> bool:
     kinds = p.mask.kinds if p.mask else frozenset()
-    return bool(kinds & {"Window", "BlockMap", "Segments", "Packed"}) and p.kv_len >= 1024
-
-
-def _work(p: Problem) -> int:
-    return p.batch * p.heads * p.q_len * p.kv_len * (p.head_dim + p.value_dim)
+    return bool(kinds & {"Window", "BlockMap", "Segments", "Packed"}) and p.class_sizes[2] >= 1024
 
 
 ROWS: tuple[Row, ...] = (
     Row(
         "cpu, scores that fused kernels cannot express, small",
-        lambda p: p.device == "cpu" and p.softcap is not None and _work(p) < 1 << 28,
+        lambda p: p.device == "cpu" and p.softcap is not None and work_of(p) < 1 << 28,
         ("native_cpu", "reference", "flex"),
         "the native kernels cap scores in their tiles; compiling FlexAttention takes seconds, the "
         "float64 reference less at this size",
@@ -55,11 +63,17 @@ ROWS: tuple[Row, ...] = (
         "the native kernels cap scores in their tiles, and so does compiled FlexAttention",
     ),
     Row(
+        "cpu, sinks that train",
+        lambda p: p.device == "cpu" and p.sinks_grad and work_of(p) >= NATIVE_FROM,
+        ("native_cpu", "sdpa_math", "reference", "flex"),
+        "the native kernels train sinks in their tiles; torch's own function has none",
+    ),
+    Row(
         "cpu, native kernels",
-        lambda p: p.device == "cpu" and _work(p) >= NATIVE_FROM,
+        lambda p: p.device == "cpu" and work_of(p) >= NATIVE_FROM,
         ("native_cpu", "sdpa_flash", "sdpa_math", "reference", "flex"),
-        "the native kernels skip masked tiles and use the processor's bfloat16 products: 3 x "
-        "torch's kernel as the mean of `polyattn bench cpu --grid` (AVX-512; from 1.2 x on AVX2)",
+        "torch's own function cannot run it",
+        rests_on=EVIDENCE,
     ),
     Row(
         "cpu",
@@ -67,6 +81,7 @@ ROWS: tuple[Row, ...] = (
         ("sdpa_flash", "sdpa_math", "native_cpu", "reference", "flex"),
         "torch's flash kernel is faster than its math path on CPUs; "
         "FlexAttention must compile for seconds and is slower unless it skips blocks",
+        rests_on="any processor",
     ),
     Row(
         "cuda, block-sparse masks",
@@ -89,7 +104,9 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def preference(problem: Problem, names: Iterable[str]) -> tuple[tuple[str, ...], str]:
+def preference(
+    problem: Problem, names: Iterable[str], evidence: Evidence = UNMEASURED
+) -> tuple[tuple[str, ...], str]:
     """Return all of `names` in preferred order, and the reason.
 
     >>> p = Problem(batch=1, q_len=8, kv_len=8, heads=1, kv_heads=1, head_dim=8)
@@ -97,13 +114,27 @@ def preference(problem: Problem, names: Iterable[str]) -> tuple[tuple[str, ...],
     ('sdpa_flash', 'flex')
     """
     known = tuple(names)
-    rows = (row for row in ROWS if row.framework == problem.framework and row.when(problem))
-    row = next(rows, None)
-    if row is None:
-        where = f"{problem.framework} on {problem.device}"
-        return known, f"order of registration (no row for {where})"
+    passed_over = ""
+    for row in ROWS:
+        if row.framework != problem.framework or not row.when(problem):
+            continue
+        reason = row.reason
+        if row.rests_on is EVIDENCE and row.prefer[0] in known and not _OWN.isdisjoint(known):
+            verdict = evidence.verdict(problem)
+            if verdict is not None:
+                reason = verdict.said
+                if not verdict.prefers_native:
+                    passed_over = reason
+                    continue
+        return _ordered(row, known, passed_over or reason)
+    where = f"{problem.framework} on {problem.device}"
+    return known, f"order of registration (no row for {where})"
+
+
+def _ordered(row: Row, known: tuple[str, ...], reason: str) -> tuple[tuple[str, ...], str]:
+    """Return the names in a row's order; the reason says which of the first cannot."""
     listed = tuple(name for name in row.prefer if name in known)
     passed = [name for name in row.prefer if name not in known]
     first = row.prefer.index(listed[0]) if listed else len(row.prefer)
-    reason = f"{', '.join(passed[:first])} cannot run it; " if passed[:first] else ""
-    return (*listed, *(name for name in known if name not in listed)), reason + row.reason
+    cannot = f"{', '.join(passed[:first])} cannot run it; " if passed[:first] else ""
+    return (*listed, *(name for name in known if name not in listed)), cannot + reason

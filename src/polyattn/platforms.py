@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyattn.errors import PolyattnError, near_matches
+from polyattn.problem import Problem
 
-__all__ = ["FACES", "Described", "Platform", "find_platform", "platform_of", "register_platform"]
+if TYPE_CHECKING:
+    from polyattn.evidence.machine import Machine
+
+__all__ = [
+    "FACES", "Described", "Platform", "Probe", "Prober", "find_platform", "platform_of",
+    "register_platform",
+]  # fmt: skip
 
 FACES = {"torch": "polyattn.torch.api"}
 """The module of each framework whose import registers its platform."""
@@ -30,6 +38,40 @@ class Described(NamedTuple):
         return f"{self.shape} {self.dtype} on {self.device}"
 
 
+class Probe(Protocol):
+    """Two kernels on one small problem, warm: the native one, and torch's (`rival`, by name).
+
+    `error` is how far their results are apart, `tolerance` what is allowed.
+    """
+
+    problem: Problem
+    rival: str
+    error: float
+    tolerance: float
+
+    def native(self) -> object:
+        """Run the native kernel once."""
+
+    def theirs(self) -> object:
+        """Run torch's kernel once."""
+
+
+class Prober(Protocol):
+    """How a framework's kernels are tried on this machine, for `polyattn.evidence.calibration`."""
+
+    def machine(self) -> Machine:
+        """Return this machine, as it stands now: threads may change."""
+
+    def refusal(self) -> str | None:
+        """Say why nothing may be tried here and now; None where it may."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Return a scope in which the surroundings of the caller take no part."""
+
+    def probe(self, dtype: str, kind: str) -> Probe:
+        """Prepare a small problem of this kind (one of `polyattn.evidence.kinds.KINDS`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Platform:
     """One framework, as far as the choice of a backend needs it.
@@ -39,6 +81,7 @@ class Platform:
     `present_device`: the device that a layer would be put on here, and its architecture.
     `described`: ``(x) -> Described``, or None for what is no array of this framework.
     `attention`: the framework's call, as :func:`polyattn.torch.attention`.
+    `prober`: what tries the framework's CPU kernels here; None where nothing is to be tried.
     """
 
     framework: str
@@ -47,6 +90,7 @@ class Platform:
     present_device: Callable[[], tuple[str, str | None]]
     described: Callable[[Any], Described | None]
     attention: Callable[..., Any]
+    prober: Prober | None = None
 
 
 _registered: dict[str, Platform] = {}

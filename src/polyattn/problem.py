@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from polyattn.errors import InvalidProblem
 
-__all__ = ["DTYPES", "LAYOUTS", "MaskFacts", "Problem"]
+__all__ = ["DTYPES", "LAYOUTS", "MaskFacts", "Problem", "rounded_up"]
 
 Layout = Literal["BTNH", "BNTH", "packed"]
 LAYOUTS: tuple[str, ...] = ("BTNH", "BNTH", "packed")
@@ -132,6 +133,19 @@ class Problem:
             return "train"
         return "decode" if self.q_len <= 16 < self.kv_len else "prefill"
 
+    @functools.cached_property
+    def beside_lengths(self) -> tuple[Any, ...]:
+        """Every fact but the batch and the lengths: all that capabilities look at."""
+        return tuple(getattr(self, name) for name in _BESIDE_LENGTHS)
+
+    @functools.cached_property
+    def class_sizes(self) -> tuple[int, int, int]:
+        """Batch, T and S as a class of problems has them: rounded up to powers of two.
+
+        What is measured of one of a class counts for all, and all get the same automatic choice.
+        """
+        return rounded_up(self.batch), rounded_up(self.q_len), rounded_up(self.kv_len)
+
     @property
     def shapes(self) -> str:
         """The shapes of query, key and value in the call's layout, for error messages."""
@@ -190,6 +204,18 @@ class Problem:
             ) from error
 
 
+def rounded_up(size: int) -> int:
+    """Return the power of two that stands for a class of sizes; up to 2 the size itself.
+
+    >>> [rounded_up(size) for size in (0, 1, 2, 3, 1024, 1025)]
+    [0, 1, 2, 4, 1024, 2048]
+    """
+    return size if size <= 2 else 1 << (size - 1).bit_length()
+
+
+_BESIDE_LENGTHS = tuple(
+    field.name for field in fields(Problem) if field.name not in ("batch", "q_len", "kv_len")
+)
 _OPTIONAL = frozenset(
     {
         "bias", "bias_grad", "scale", "softcap", "sinks", "sinks_grad", "dropout_p",

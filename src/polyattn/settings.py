@@ -128,6 +128,9 @@ class Settings:
     )
     cache_dir: Path = _setting(_CACHE, "where the tuning table lives")  # noqa: RUF009
     tuning: bool = _setting(_ON_OFF, "whether measured times take part")
+    calibration: bool = _setting(
+        _ON_OFF, "whether an unknown processor is calibrated, some 50 ms for a dtype, once"
+    )
     plugins: bool = _setting(_ON_OFF, "whether backends of other packages are loaded")
     native_isa: str = _setting(_one_of("best", *NATIVE_ISAS), "instruction set of `native_cpu`")
     trace_activations: bool = _setting(_OFF_ON, "whether models are traced")

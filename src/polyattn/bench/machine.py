@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Any
 
-from polyattn.processor import processor
+from polyattn.processor import identity, processor
 
 __all__ = ["command_line", "describe", "flags", "machine_class", "versions"]
 
@@ -18,10 +18,11 @@ _PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Return processor, cores, the instruction sets that matter here, and the system."""
+    """Return processor and who made it, cores, the instruction sets that matter, and the system."""
     model, flags = processor()
     return {
         "cpu": model,
+        **identity()._asdict(),
         "cores": os.cpu_count() or 1,
         "flags": sorted(flag for flag in flags if _FLAGS.search(flag)),
         "system": f"{platform.system()} {platform.machine()}",

@@ -15,21 +15,22 @@ from typing import Any
 import polyattn
 from polyattn import settings, tables
 from polyattn.cli.arguments import parser
+from polyattn.cli.doctor_evidence import evidence_report, evidence_rows
 from polyattn.cli.doctor_native import native_report, native_rows
 from polyattn.cli.flags_table import FRAMEWORKS, flags_of, installed, knob_table
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.errors import PolyattnError, SettingsError, near_matches
 from polyattn.knobs import Row
-from polyattn.processor import processor
+from polyattn.processor import identity, processor
 from polyattn.registry import Available, Backend, registry
 
 __all__ = ["main"]
 
 SUMMARY = """Every backend: available or why not, its version, how to get it; torch, the device, the
-instruction sets, the native kernels, the tuning table, the settings; with --flags every global
-switch of torch and JAX too, as a new process has them. Exit code 1 if something that
-was asked for is amiss: a backend named here or in POLYATTN_BACKEND, a setting, a plugin, the cache
-directory."""
+instruction sets, the native kernels and what their choice rests on, the tuning table, the settings;
+with --flags every global switch of torch and JAX too, as a new process has them. Exit code 1 if
+something that was asked for is amiss: a backend named here or in POLYATTN_BACKEND, a setting, a
+plugin, the cache directory."""
 
 _ISA = (
     "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile",
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     report["native"] = _guarded(lambda: native_report(amiss), amiss)
     report["backends"] = _backends()
     _check_asked(options.backends, report["backends"], amiss)
+    report["evidence"] = _guarded(evidence_report, amiss) if report["torch"] else None
     report["tuning"] = _guarded(lambda: _tuning(amiss), amiss)
     report["plugin_faults"] = dict(registry.faults)
     amiss += [f"plugin {name}: {fault}" for name, fault in registry.faults.items()]
@@ -155,6 +157,7 @@ def _cpu() -> dict[str, Any]:
     model, flags = processor()
     return {
         "model": model,
+        "identity": str(identity()),
         "cores": os.cpu_count(),
         "instruction_sets": [flag for flag in _ISA if flag in flags],
     }
@@ -247,8 +250,9 @@ def _print(report: dict[str, Any], flags: dict[str, list[Row] | None]) -> None:
             ("torch", f"{torch['version']} ({torch['build']}), {speed}; devices: {devices}")
         )
     sets = ", ".join(cpu["instruction_sets"]) or "unknown"
-    rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores: {sets}"))
+    rows.append(("cpu", f"{cpu['model']} ({cpu['identity']}), {cpu['cores']} cores: {sets}"))
     rows += native_rows(report["native"])
+    rows += evidence_rows(report["evidence"])
     if "error" not in tuning:
         lasting = "" if tuning["persistent"] and tuning["writable"] else ", not lasting"
         here = tuning["rows_of_this_cpu_and_torch"]

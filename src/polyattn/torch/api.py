@@ -144,8 +144,9 @@ def explain(
     query: Any, key: Any = None, value: Any = None, *, facts: Facts | None = None,
     backend: Any = None, supported_attention_backends: Any = None, **options: Any,
 ) -> Selection:  # fmt: skip
-    """Say which backend a call would run on, and for every other one why not; nothing is run.
+    """Say which backend a call would run on, and for every other one why not; it is not run.
 
+    Where the call would calibrate the machine first (see `polyattn.evidence`), so does this.
     Takes a :class:`polyattn.Problem`, or the arguments of :func:`attention` (tensors may be on
     the meta device). With `facts` (see :meth:`polyattn.Facts.parse`) it answers for a machine
     that one does not have, as far as capabilities tell. For tensors on a CUDA device, refusals of
@@ -202,5 +203,6 @@ platforms.register_platform(
         device_description=platform.device_description,
         described=platform.described,
         present_device=platform.present_device,
+        prober=platform.prober,
     )
 )

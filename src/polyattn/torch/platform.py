@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from polyattn.platforms import Described
-from polyattn.processor import processor
+from polyattn.processor import identity, processor, processors_quota, processors_usable
+from polyattn.torch.prober import TorchProber
 
-__all__ = ["described", "device_description", "library_versions", "present_device"]
+__all__ = ["described", "device_description", "library_versions", "present_device", "prober"]
+
+prober = TorchProber()
+"""What tries the CPU kernels on this machine."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -33,8 +37,16 @@ def device_description(kind: str) -> str:
     """Describe the device that measured times belong to."""
     if kind == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.get_device_name()}"
-    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"cpu:{processor()[0]} {capability} threads={threads}"
+    threads, usable = torch.get_num_threads(), processors_usable()
+    return f"{_processor_described()} threads={threads} processors={usable}"
+
+
+@functools.lru_cache(maxsize=1)
+def _processor_described() -> str:
+    """Describe the processor: its name alone, as virtual machines give it, would fit others too."""
+    quota = processors_quota()
+    limit = "" if quota is None else f" quota={quota:g}"
+    return f"cpu:{processor()[0]} ({identity()}) {torch.backends.cpu.get_cpu_capability()}{limit}"
 
 
 def described(x: Any) -> Described | None:

@@ -58,15 +58,18 @@ def decode(row: Row) -> Entry:
 
 
 def select(
-    connection: sqlite3.Connection, key: Key | None, report: Callable[[str], None]
+    connection: sqlite3.Connection,
+    key: Key | None,
+    report: Callable[[str], None],
+    device: str | None = None,
+    versions: str | None = None,
 ) -> list[Entry]:
-    """The valid entries, of one key or of all, in a fixed order; each other row is reported."""
-    if key is None:
-        rows = connection.execute(_SELECT + _ORDER).fetchall()
-    else:
-        rows = connection.execute(
-            f"{_SELECT} WHERE {_equal(KEY_COLUMNS)}{_ORDER}", _values(key)
-        ).fetchall()
+    """The valid entries of what is given, in a fixed order; each other row is reported."""
+    wanted = _wanted(key, device=device, versions=versions)
+    where = f" WHERE {_equal(name for name, _ in wanted)}" if wanted else ""
+    rows = connection.execute(
+        f"{_SELECT}{where}{_ORDER}", [value for _, value in wanted]
+    ).fetchall()
     named = {name for row in rows if isinstance(name := row[_FLAGS], str) and name}
     return decode_all(rows, snapshots.select(connection, named), report)
 
@@ -124,12 +127,7 @@ def delete(
     connection: sqlite3.Connection, key: Key | None, device: str | None, backend: str | None
 ) -> int:
     """Delete the rows that match everything that is given; their number."""
-    wanted: list[tuple[str, str]] = list(zip(KEY_COLUMNS, _values(key), strict=True)) if key else []
-    wanted += [
-        (name, value)
-        for name, value in (("device", device), ("backend", backend))
-        if value is not None
-    ]
+    wanted = _wanted(key, device=device, backend=backend)
     where = _equal(name for name, _ in wanted) if wanted else "1"
     deleted = connection.execute(
         f"DELETE FROM measurements WHERE {where}", [value for _, value in wanted]
@@ -160,6 +158,12 @@ def _is_older(row: Row, measurement: Measurement) -> bool:
     except TuningError:
         return True
     return instant(present.measured_at) < instant(measurement.measured_at)
+
+
+def _wanted(key: Key | None, **columns: str | None) -> list[tuple[str, str]]:
+    """The columns that are given, with what they have to hold."""
+    wanted: list[tuple[str, str]] = list(zip(KEY_COLUMNS, _values(key), strict=True)) if key else []
+    return wanted + [(name, value) for name, value in columns.items() if value is not None]
 
 
 def _values(item: Key | Measurement) -> tuple[Any, ...]:

@@ -58,6 +58,7 @@ class Storage:
         self._memory: sqlite3.Connection | None = None
         self._notices: dict[str, None] = {}
         self._changes = 0
+        self.writes = 0
         self._data_version: int | None = None
         self._closed = False
         self._resolved = self._is_linked = False
@@ -178,6 +179,7 @@ class Storage:
         if connection is not self._memory and self._on_disk() != self._identity:
             raise _StaleError("it was replaced")
         self._changes += 1
+        self.writes += 1
         return result
 
     def _recover(self, error: Exception, writing: bool) -> None:

@@ -87,6 +87,11 @@ class TuningTable:
         """
         return self._storage.generation()
 
+    @property
+    def writes(self) -> int:
+        """A number that grows whenever this object changes the table; it costs nothing to ask."""
+        return self._storage.writes
+
     def record(
         self,
         key: Key,
@@ -99,10 +104,14 @@ class TuningTable:
         data; without it, what the measurements say themselves. Returns how many were given.
         TuningError if another program keeps the table locked.
         """
-        if not isinstance(key, Key):
-            raise refuse("record key", key, "a Key", "make one with polyattn.tuning.Key")
-        entries = [(key, measurement) for measurement in measurements]
-        for _, measurement in entries:
+        return self.record_all([(key, measurement) for measurement in measurements], flags)
+
+    def record_all(self, entries: Iterable[Entry], flags: Mapping[str, Any] | None = None) -> int:
+        """Store measurements of several keys as :meth:`record` does those of one: all or none."""
+        entries = list(entries)
+        for key, measurement in entries:
+            if not isinstance(key, Key):
+                raise refuse("record key", key, "a Key", "make one with polyattn.tuning.Key")
             if not isinstance(measurement, Measurement):
                 raise refuse(
                     "record",
@@ -112,7 +121,7 @@ class TuningTable:
                 )
         texts = snapshots.texts_of(flags)
         for name in texts:
-            entries = [(key, dataclasses.replace(one, flags=name)) for _, one in entries]
+            entries = [(key, dataclasses.replace(one, flags=name)) for key, one in entries]
         if entries:
             self._storage.write(
                 lambda connection: rows.replace(connection, entries, texts), None, create=True
@@ -124,9 +133,12 @@ class TuningTable:
         found = [measurement for _, measurement in self._select(key) if measurement.verified]
         return sorted(found, key=lambda one: (one.median_s, one.backend, one.config))
 
-    def rows(self) -> list[Entry]:
-        """Every valid row, verified or not, in a fixed order."""
-        return self._select(None)
+    def rows(self, device: str | None = None, versions: str | None = None) -> list[Entry]:
+        """Every valid row, verified or not, in a fixed order; only those of what is given."""
+        report = self._storage.notice
+        return self._storage.read(
+            lambda connection: rows.select(connection, None, report, device, versions), []
+        )
 
     def keys(self) -> list[Key]:
         """Every key that has a valid row, once, in order."""

@@ -23,6 +23,7 @@ __all__ = [
     "dispatch_modes",
     "dual_level",
     "dual_levels",
+    "function_modes",
     "is_deterministic",
     "is_fake",
     "is_forward_grad_enabled",
@@ -97,6 +98,13 @@ dispatch_modes: Callable[[], int] = private(
     lambda: 1,
 )
 """How many dispatch modes (fake tensors, tracing) are in force."""
+
+function_modes: Callable[[], int] = private(
+    "torch._C._len_torch_function_stack",
+    "every call is taken for one under a function mode: the machine is never calibrated",
+    lambda: 1,
+)
+"""How many function modes (a default device, a logger of calls) are in force."""
 
 are_overrides_on: Callable[[], bool] = private(
     "torch._C._is_torch_function_enabled",

@@ -1,0 +1,142 @@
+"""Calibrating a machine of which no record is shipped: some milliseconds, once.
+
+For each kind of problem the native kernels and torch's run a few small calls by turns
+(`polyattn.evidence.comparing`). What comes to no result leaves torch's kernel in place, is not
+kept, and is tried again by a later call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+from polyattn import scopes, settings
+from polyattn.backend import FAULTS
+from polyattn.errors import PolyattnError
+from polyattn.evidence import here
+from polyattn.evidence.comparing import BUSY, Compared, compare
+from polyattn.evidence.figures import Evidence, Figure
+from polyattn.evidence.kinds import NATIVE_FROM, kind_of, kinds_beside, work_of
+from polyattn.evidence.rows import entries_of
+from polyattn.platforms import Probe, Prober, find_platform
+from polyattn.problem import Problem
+from polyattn.selection import Accepted, Selection, Source
+from polyattn.tuning import Key, Measurement, TuningTable
+
+__all__ = ["CALIBRATED_FROM", "calibrate", "wanted"]
+
+CALIBRATED_FROM = 1 << 24
+"""The work of a class from which a call may calibrate: about 0.2 ms. Smaller ones cannot wait."""
+
+_SESSION_S, _WRITE_S = 0.15, 0.2
+_OWN = frozenset({"sdpa_flash", "sdpa_math"})
+
+_lock = threading.Lock()
+_in_vain: set[tuple[str, str]] = set()
+
+
+def wanted(selection: Selection, problem: Problem, evidence: Evidence) -> bool:
+    """Say whether a choice would rest on a figure that is not known yet.
+
+    It is noted then, so that the choice is made again where another call finds the figure.
+    """
+    if selection.source is not Source.HEURISTIC or problem.device != "cpu":
+        return False
+    if work_of(problem) < NATIVE_FROM:
+        return False
+    key = problem.dtype, kind_of(problem)
+    if key in evidence.figures:
+        return False
+    able = {name for name, one in selection.decisions.items() if isinstance(one, Accepted)}
+    if "native_cpu" not in able or able.isdisjoint(_OWN):
+        return False
+    _in_vain.add(key)
+    return True
+
+
+def calibrate(problem: Problem) -> bool:
+    """Calibrate this machine for the problem's dtype and the kinds beside its own, if that may be.
+
+    Returns whether more is known now. Not for compiled or small calls, not where the framework is
+    in the middle of something (`Prober.refusal`), not in two threads at once.
+    """
+    platform = find_platform(problem.framework)
+    if (
+        platform is None or platform.prober is None or here.is_assumed()
+        or problem.compiled or work_of(problem) < CALIBRATED_FROM
+        or not settings.current().calibration
+    ):  # fmt: skip
+        return False
+    if platform.prober.refusal() is not None or not _lock.acquire(blocking=False):
+        return False
+    try:
+        return _calibrated(platform.prober, problem)
+    finally:
+        _lock.release()
+
+
+def _calibrated(prober: Prober, problem: Problem) -> bool:
+    place = here.place_of(problem.framework)
+    known = here.in_force(problem.framework)
+    dtype, kinds = problem.dtype, kinds_beside(kind_of(problem))
+    if place is None or not here.kept.may_try(place, dtype, kinds[0]):
+        return False
+    figures: dict[tuple[str, str], Figure] = {}
+    undecided: dict[tuple[str, str], str] = {}
+    entries: list[tuple[Key, Measurement]] = []
+    begin = time.monotonic()
+    with prober.quiet():
+        for kind in kinds:
+            if (dtype, kind) in known.figures:
+                continue
+            if time.monotonic() - begin > _SESSION_S or BUSY in undecided.values():
+                undecided[dtype, kind] = BUSY
+                continue
+            patience = 2 if figures else 1
+            found = _compared(prober, dtype, kind, place.machine.threads or 1, patience)
+            if isinstance(found, str):
+                undecided[dtype, kind] = found
+                continue
+            probe, result = found
+            figures[dtype, kind] = result.figure
+            entries += entries_of(
+                probe.problem, kind, probe.rival, result.native_s, result.figure, result.pairs,
+                probe.error, probe.tolerance, place.device, place.versions,
+            )  # fmt: skip
+    here.kept.add(place, figures, undecided)
+    _write(entries)
+    _choose_again(problem)
+    return True
+
+
+def _compared(
+    prober: Prober, dtype: str, kind: str, threads: int, patience: int
+) -> tuple[Probe, Compared] | str:
+    """Compare both kernels on one kind; or say why that gave no result."""
+    try:
+        probe = prober.probe(dtype, kind)
+        if not probe.error <= probe.tolerance:
+            return f"not calibrated: native_cpu and {probe.rival} differ by {probe.error:.1e}"
+        found = compare(probe.native, probe.theirs, threads, patience=patience)
+    except FAULTS as error:  # a kernel's, which is no fault of the call that is chosen for
+        return f"not calibrated: {type(error).__name__}: {error}"
+    return found if isinstance(found, str) else (probe, found)
+
+
+def _write(entries: list[tuple[Key, Measurement]]) -> None:
+    """Keep the rows for later processes, where they can be written at once: nobody waits here."""
+    if not entries:
+        return
+    path = settings.current().cache_dir / "tuning.sqlite3"
+    with suppress(PolyattnError, OSError), TuningTable(path, busy_timeout_s=_WRITE_S) as table:
+        table.record_all(entries)
+
+
+def _choose_again(problem: Problem) -> None:
+    """Forget the choices that were made without a figure, if one of them would be another now."""
+    known = here.in_force(problem.framework).figures
+    asked = {key for key in _in_vain if key[0] == problem.dtype and key in known}
+    _in_vain.difference_update(asked)
+    if any(known[key].prefers_native for key in asked):
+        scopes.invalidate()

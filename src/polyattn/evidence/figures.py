@@ -1,0 +1,100 @@
+"""How fast the native kernels are beside torch's own, as far as it is known of a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from polyattn.evidence.kinds import KINDS, NATIVE_FROM, kind_of, share_of, work_of
+from polyattn.problem import Problem
+
+__all__ = ["UNMEASURED", "Evidence", "Figure", "Verdict"]
+
+_FASTER, _NO_HARM = 1.02, 1 / 1.05
+_DERIVED = 1.25
+"""The same where the figure is worked out and not measured: under a mask that skips tiles."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """torch's time over that of the native kernels: the typical ratio and its spread.
+
+    `source`: where it comes from, as a reason says it.
+    """
+
+    low: float
+    median: float
+    high: float
+    source: str
+
+    @property
+    def prefers_native(self) -> bool:
+        """Whether the native kernels are faster as a rule, and nowhere slower by more than 5 %."""
+        return self.low >= _NO_HARM and self.median >= _FASTER
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the native kernels are preferred for a problem, and what that rests on.
+
+    `ratio`: torch's time over theirs, as expected; None where nothing is known.
+    """
+
+    prefers_native: bool
+    said: str
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of one processor: figures by dtype and kind.
+
+    `lacking`: why others are not known; `undecided`: why those are not that were tried here.
+    `record`: the name of the shipped record that fits, None without one.
+    """
+
+    figures: Mapping[tuple[str, str], Figure] = field(default_factory=dict)
+    lacking: str = "not measured on this processor"
+    undecided: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    record: str | None = None
+
+    def figure(self, problem: Problem) -> Figure | None:
+        """Return what is known of problems of this dtype and kind."""
+        return self.figures.get((problem.dtype, kind_of(problem)))
+
+    def verdict(self, problem: Problem) -> Verdict | None:
+        """Say which kernel is preferred; None for problems too small to rest on evidence.
+
+        >>> p = Problem(batch=1, q_len=512, kv_len=512, heads=8, kv_heads=8, head_dim=64)
+        >>> known = Evidence({("float32", "short"): Figure(1.3, 1.4, 1.5, "a test")})
+        >>> print(known.verdict(p).said)
+        1.4 x torch's kernel on short (at most 512 keys) float32 problems (1.3 - 1.5), a test
+        >>> print(known.verdict(p.with_(dtype="bfloat16")).said)
+        not measured on this processor; torch's own kernel
+        """
+        if work_of(problem) < NATIVE_FROM:
+            return None
+        figure = self.figure(problem)
+        if figure is None:
+            why = self.undecided.get((problem.dtype, kind_of(problem)), self.lacking)
+            return Verdict(False, f"{why}; torch's own kernel")
+        share = share_of(problem)
+        measured = _said(figure, problem)
+        if figure.prefers_native:
+            return Verdict(True, measured, figure.median / share)
+        if share < 1.0 and figure.low / share >= _DERIVED:
+            skips = f"masked tiles are skipped, at most {share:.0%} remain"
+            return Verdict(True, f"{skips}; otherwise {measured}", figure.median / share)
+        return Verdict(False, f"torch's own kernel; native_cpu: {measured}", figure.median)
+
+
+def _said(figure: Figure, problem: Problem) -> str:
+    spread = f"{figure.low:.2g} - {figure.high:.2g}"
+    return (
+        f"{figure.median:.2g} x torch's kernel on {KINDS[kind_of(problem)]} {problem.dtype} "
+        f"problems ({spread}), {figure.source}"
+    )
+
+
+UNMEASURED = Evidence()
+"""Of a processor of which nothing is known."""

@@ -1,0 +1,170 @@
+"""What is chosen on machines that are not here: by the shipped record that fits, or by none."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyattn import Facts, Problem
+from polyattn.choice import choose
+from polyattn.decide import Wishes, select
+from polyattn.evidence import UNMEASURED, Evidence, Figure, Machine
+from polyattn.evidence.records import find
+from polyattn.heuristics import EVIDENCE, ROWS
+from polyattn.problem import MaskFacts
+from polyattn.registry import registry
+from polyattn.selection import Selection, Source
+from polyattn.torch import explain
+
+DENSE = Problem(batch=1, q_len=4096, kv_len=4096, heads=8, kv_heads=8, head_dim=64, layout="BNTH")
+DECODE = DENSE.with_(q_len=1, heads=32, kv_heads=8, head_dim=128, value_dim=128)
+CAUSAL = DENSE.with_(mask=MaskFacts.parse("Causal('top_left')", "top_left"))
+WINDOW = DENSE.with_(mask=MaskFacts.parse("Causal() & Window(left=255, right=None)", None))
+
+ZEN4 = Machine("AuthenticAMD", 25, "avx512bf16", "2.13", 2, "avx512bf16")
+AMX = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16")
+ZEN3 = Machine("AuthenticAMD", 25, "avx2", "2.13", 2, "avx2")
+GRAVITON = Machine("ARM", 0xD40, "sve", "2.13", 2, "neon")
+
+
+def on(facts: str, problem: Problem, **packages: str) -> Selection:
+    return choose(problem, Wishes(), Facts.parse(facts, packages or None))
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem", "dtype", "chosen"),
+    [
+        ("sapphirerapids", DENSE, "float32", "native_cpu"),
+        ("sapphirerapids", CAUSAL, "float32", "native_cpu"),
+        ("sapphirerapids", DENSE, "float16", "native_cpu"),
+        ("sapphirerapids", DENSE, "bfloat16", "sdpa_flash"),
+        ("sapphirerapids", CAUSAL, "bfloat16", "sdpa_flash"),
+        ("sapphirerapids", DENSE.with_(batch=8, q_len=197, kv_len=197), "bfloat16", "sdpa_flash"),
+        ("sapphirerapids", DENSE.with_(head_dim=128, value_dim=128), "bfloat16", "sdpa_flash"),
+        ("sapphirerapids", DECODE, "bfloat16", "native_cpu"),
+        ("sapphirerapids", DECODE, "float32", "native_cpu"),
+        ("sapphirerapids", WINDOW, "bfloat16", "native_cpu"),
+        ("zen4", DENSE, "float32", "native_cpu"),
+        ("zen4", DENSE, "bfloat16", "native_cpu"),
+        ("zen4", DECODE, "bfloat16", "native_cpu"),
+        ("zen4", DENSE, "float16", "sdpa_flash"),  # which that bench did not have
+        ("zen3", DENSE, "float32", "sdpa_flash"),
+        ("graviton3", DENSE, "float32", "sdpa_flash"),
+        ("cpu", DENSE, "float32", "sdpa_flash"),
+        ("cpu:avx512_bf16", DENSE, "bfloat16", "sdpa_flash"),  # of any vendor
+    ],
+)
+def test_what_is_chosen_elsewhere(facts: str, problem: Problem, dtype: str, chosen: str) -> None:
+    found = on(facts, problem.with_(dtype=dtype))
+    assert (found.backend, found.source) == (chosen, Source.HEURISTIC), str(found)
+    assert explain(problem.with_(dtype=dtype), facts=Facts.parse(facts)).reason == found.reason
+
+
+def test_the_reason_names_the_record_its_command_and_its_hardware() -> None:
+    zen4 = on("zen4", DENSE.with_(dtype="bfloat16")).reason
+    assert "2.7 x torch's kernel on dense bfloat16 problems (2.5 - 2.9), by" in zen4
+    assert "`polyattn bench cpu --peers --record --repeats 7`" in zen4
+    assert "AMD EPYC of Zen 4" in zen4 and "2 threads, torch 2.13.0+cpu" in zen4
+    amx = on("sapphirerapids", DENSE.with_(dtype="bfloat16")).reason
+    assert amx.startswith("torch's own kernel; native_cpu: 0.38 x torch's kernel on dense bfloat16")
+    assert "an outside bench, not repeated by a command here" in amx
+    window = on("sapphirerapids", WINDOW.with_(dtype="bfloat16")).reason
+    assert "masked tiles are skipped, at most 19% remain; otherwise 0.38 x" in window
+    assert on("zen3", DENSE).reason == (
+        "no record of such a machine is shipped; torch's own kernel"
+    )
+    assert "(amd-zen4) has no such problem" in on("zen4", DENSE.with_(dtype="float16")).reason
+
+
+def test_only_a_record_of_the_same_machine_counts() -> None:
+    assert find(ZEN4).name == "amd-zen4" and find(AMX).name == "intel-amx"
+    others = [
+        ZEN3, GRAVITON, Machine(None, None, None), Machine(None, None, "avx512bf16", "2.13", 2),
+        Machine("AuthenticAMD", 26, "avx512bf16", "2.13", 2),  # Zen 5
+        Machine("GenuineIntel", 6, "avx512bf16", "2.13", 2),  # Cooper Lake
+        Machine("AuthenticAMD", 25, "avx512bf16", "2.13", 2, "avx2"),  # POLYATTN_NATIVE_ISA
+    ]  # fmt: skip
+    assert [find(other) for other in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("torch", "threads", "zen4", "amx"),
+    [
+        ("2.13", 1, True, True), ("2.13", 2, True, True), ("2.13", 64, False, False),
+        ("2.9", 2, False, False), ("2.15", 2, False, True), (None, None, True, True),
+    ],
+)  # fmt: skip
+def test_a_record_counts_for_its_releases_and_threads(
+    torch: str | None, threads: int | None, zen4: bool, amx: bool
+) -> None:
+    for machine, fits in ((ZEN4, zen4), (AMX, amx)):
+        told = Machine(machine.vendor, machine.family, machine.level, torch, threads)
+        assert (find(told) is not None) is fits
+
+
+def test_bfloat16_figures_are_those_of_the_form_that_runs() -> None:
+    amx = find(AMX)
+    other = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16", "avx512")
+    assert find(other) is amx and amx.figures_for(AMX) == amx.figures
+    left = {kind for dtype, kind in amx.figures_for(other) if dtype == "bfloat16"}
+    assert left == {"grouped decode"}
+    assert ("float32", "dense") in amx.figures_for(other)
+
+
+def test_facts_may_tell_the_release_of_torch() -> None:
+    assert on("zen4", DENSE, torch="2.13.1").backend == "native_cpu"
+    assert on("zen4", DENSE, torch="2.9.0").backend == "sdpa_flash"
+    named = Facts("cpu", None, Facts.parse("zen4").instructions, vendor="AuthenticAMD", family=25)
+    assert explain(DENSE, facts=named).backend == "native_cpu"
+
+
+def test_all_lengths_of_a_class_get_the_same_choice() -> None:
+    half = Evidence({("float32", "dense"): Figure(0.5, 0.5, 0.5, "a test")})
+    for masked in (DENSE, CAUSAL, WINDOW, DECODE.with_(grad=True)):
+        for low, high in ((1025, 2048), (513, 1024), (2, 2), (17, 32)):
+            found = {
+                select(masked.with_(kv_len=n), Wishes(), registry, evidence=half).backend
+                for n in (low, (low + high) // 2, high)
+            }
+            assert len(found) == 1, (masked, low, high)
+
+
+def test_slower_kernels_run_only_where_a_static_mask_pays_for_it() -> None:
+    def chosen(mask: str, low: float) -> str:
+        known = Evidence({("float32", "dense"): Figure(low, low, low, "a test")})
+        problem = DENSE.with_(mask=MaskFacts.parse(mask, None))
+        return select(problem, Wishes(), registry, evidence=known).backend
+
+    narrow, wide = "Window(left=255, right=0)", "Window(left=1999, right=0)"
+    assert chosen(narrow, 0.3) == "native_cpu" and chosen(wide, 0.3) == "sdpa_flash"
+    assert chosen(narrow, 0.2) == "sdpa_flash"
+    for unknown in ("BlockMap(64, 64)", f"{narrow} | Causal()", f"{narrow} & Padding(int32[n])"):
+        assert chosen(unknown, 0.3) == "sdpa_flash" and chosen(unknown, 1.1) == "native_cpu"
+
+
+def test_faster_means_faster_as_a_rule_and_nowhere_slower_by_five_per_cent() -> None:
+    def chosen(low: float, median: float) -> str:
+        known = Evidence({("float32", "dense"): Figure(low, median, 2.0, "a test")})
+        return select(DENSE, Wishes(), registry, evidence=known).backend
+
+    assert chosen(0.96, 1.1) == "native_cpu"
+    assert chosen(0.9, 1.3) == chosen(1.0, 1.0) == chosen(0.5, 0.6) == "sdpa_flash"
+
+
+def test_without_evidence_torch_s_own_kernel_runs_unless_it_cannot() -> None:
+    found = select(DENSE, Wishes(), registry, evidence=UNMEASURED)
+    assert found.backend == "sdpa_flash"
+    assert found.reason == "not measured on this processor; torch's own kernel"
+    for cannot in ({"softcap": 5.0}, {"sinks": 1, "sinks_grad": True, "grad": True}):
+        assert select(DENSE.with_(**cannot), Wishes(), registry).backend == "native_cpu"
+    neither = DENSE.with_(lse=True, head_dim=64, value_dim=32)  # sdpa_math gives no lse
+    found = select(neither, Wishes(), registry)
+    assert (found.backend, found.reason) == ("native_cpu", "torch's own function cannot run it")
+    small = select(DENSE.with_(q_len=8, kv_len=8), Wishes(), registry)
+    assert small.backend == "sdpa_flash" and "math path" in small.reason
+
+
+def test_rows_say_what_they_rest_on() -> None:
+    native = next(row for row in ROWS if row.name == "cpu, native kernels")
+    assert native.rests_on is EVIDENCE and "vendor, family and instruction sets" in EVIDENCE
+    assert all(row.rests_on or "not measured" in row.reason or "cannot" in row.name or "sinks"
+               in row.name for row in ROWS)  # fmt: skip
