@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyattn.evidence.kinds import KINDS, NATIVE_FROM, kind_of, work_of
+from polyattn.evidence.kinds import KINDS, is_small, kind_of
 from polyattn.evidence.machine import release_of
 from polyattn.evidence.records import SCHEMA, parse
 from polyattn.problem import MaskFacts, Problem
@@ -115,7 +115,7 @@ def _measured(
             kv_heads=row["kv_heads"], head_dim=row["head_dim"], dtype=row["dtype"],
             grad=bool(row["train"]), mask=MASKS[row["mask"]],
         )  # fmt: skip
-        if work_of(problem) < NATIVE_FROM:
+        if is_small(problem) and (problem.grad or problem.gqa or problem.mask):
             continue
         # what would run in the kernel's stead: of grouped decoding, sdpa_flash folds the heads
         folded = row.get("peers", {}).get("folded", {}).get("ratio")

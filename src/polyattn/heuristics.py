@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from polyattn.capabilities import arch_number
 from polyattn.evidence.figures import UNMEASURED, Evidence
-from polyattn.evidence.kinds import NATIVE_FROM, work_of
+from polyattn.evidence.kinds import is_small, trains, work_of
 from polyattn.problem import Problem
 
 __all__ = ["EVIDENCE", "ROWS", "Row", "preference"]
@@ -48,6 +48,11 @@ def _sparse(p: Problem) -> bool:
     return bool(kinds & {"Window", "BlockMap", "Segments", "Packed"}) and p.class_sizes[2] >= 1024
 
 
+def _wants_wrapping(p: Problem) -> bool:
+    """Say whether torch's kernel needs more than itself: not where a compiler fuses that away."""
+    return (p.gqa or p.mask is not None) and not (trains(p) or p.compiled)
+
+
 ROWS: tuple[Row, ...] = (
     Row(
         "cpu, scores that fused kernels cannot express, small",
@@ -64,13 +69,22 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "cpu, sinks that train",
-        lambda p: p.device == "cpu" and p.sinks_grad and work_of(p) >= NATIVE_FROM,
+        lambda p: p.device == "cpu" and p.sinks_grad and not is_small(p),
         ("native_cpu", "sdpa_math", "reference", "flex"),
         "the native kernels train sinks in their tiles; torch's own function has none",
     ),
     Row(
+        "cpu, small, masked or with grouped heads",
+        lambda p: p.device == "cpu" and _wants_wrapping(p) and is_small(p),
+        ("native_cpu", "sdpa_flash", "sdpa_math", "reference", "flex"),
+        "at this size torch's kernel takes longer to be given heads that are folded and masks as "
+        "numbers, and to be asked for lost NaN, than the native kernels take to compute",
+        rests_on="any processor: these are some 30 to 100 us of Python, of which the native "
+        "kernels need 5 (`polyattn bench harm --only tiny` prints what it comes to)",
+    ),
+    Row(
         "cpu, native kernels",
-        lambda p: p.device == "cpu" and work_of(p) >= NATIVE_FROM,
+        lambda p: p.device == "cpu",
         ("native_cpu", "sdpa_flash", "sdpa_math", "reference", "flex"),
         "torch's own function cannot run it",
         rests_on=EVIDENCE,
@@ -121,11 +135,12 @@ def preference(
         reason = row.reason
         if row.rests_on is EVIDENCE and row.prefer[0] in known and not _OWN.isdisjoint(known):
             verdict = evidence.verdict(problem)
-            if verdict is not None:
-                reason = verdict.said
-                if not verdict.prefers_native:
-                    passed_over = reason
-                    continue
+            if verdict is None:
+                continue
+            reason = verdict.said
+            if not verdict.prefers_native:
+                passed_over = reason
+                continue
         return _ordered(row, known, passed_over or reason)
     where = f"{problem.framework} on {problem.device}"
     return known, f"order of registration (no row for {where})"

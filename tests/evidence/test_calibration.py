@@ -245,7 +245,8 @@ def test_a_machine_of_a_record_is_calibrated_for_what_that_lacks(prober: StandIn
     assert "measured here" in chosen(DENSE.with_(dtype="float16")).reason
     chosen(DENSE.with_(heads=4, kv_heads=4, q_len=1, kv_len=1 << 15))
     assert [one for one in prober.asked if one[0] == "float32"] == [
-        ("float32", "decode"), ("float32", "wide"),
+        ("float32", "small decode"), ("float32", "small"), ("float32", "decode"),
+        ("float32", "wide"),
     ]  # fmt: skip
 
 

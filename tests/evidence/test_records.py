@@ -75,7 +75,9 @@ def spread(median: float) -> dict[str, float]:
 def test_rows_are_told_by_kind_and_what_is_wrong_or_small_is_left_out(tmp_path: Path) -> None:
     rows = [
         *(row(ratio=spread(x)) for x in (1.2, 1.4, 1.3, 1.1)),
-        row(ratio=spread(0.1), wrong="out"), row(ratio=spread(0.1), q_len=8, kv_len=8),
+        row(ratio=spread(0.1), wrong="out"),
+        row(ratio=spread(0.1), q_len=8, kv_len=8, mask="causal"),
+        row(ratio=spread(0.9), q_len=8, kv_len=8),
         row(ratio=spread(7.0), mask="window"), row(ratio=spread(2.0), mask="causal"),
         row(ratio=spread(3.0), train=True),
         row(ratio=spread(40.0), q_len=1, kv_heads=2, peers={"folded": {"ratio": spread(4.0)}}),
@@ -94,7 +96,8 @@ def test_rows_are_told_by_kind_and_what_is_wrong_or_small_is_left_out(tmp_path: 
     assert figures["float32", "causal"] == (1.8, 2.0, 2.2)  # of one: over its repeats
     assert figures["float32", "grouped decode"][1] == 4.0  # against what would run instead
     assert figures["float32", "decode"][1] == 5.0 and figures["float32", "train"][1] == 3.0
-    assert figures["bfloat16", "wide"][1] == 0.5 and len(figures) == 6
+    assert figures["bfloat16", "wide"][1] == 0.5 and len(figures) == 7
+    assert figures["float32", "small"][1] == 0.9
 
 
 def test_of_bench_harm_the_times_of_the_kernels_count_whatever_was_chosen(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from polyattn.errors import PolyattnError
 from polyattn.evidence import here
 from polyattn.evidence.comparing import BUSY, Compared, compare
 from polyattn.evidence.figures import Evidence, Figure
-from polyattn.evidence.kinds import NATIVE_FROM, kind_of, kinds_beside, work_of
+from polyattn.evidence.kinds import is_small, kind_of, kinds_beside, work_of
 from polyattn.evidence.rows import entries_of
 from polyattn.platforms import Probe, Prober, find_platform
 from polyattn.problem import Problem
@@ -43,7 +43,7 @@ def wanted(selection: Selection, problem: Problem, evidence: Evidence) -> bool:
     """
     if selection.source is not Source.HEURISTIC or problem.device != "cpu":
         return False
-    if work_of(problem) < NATIVE_FROM:
+    if is_small(problem):
         return False
     key = problem.dtype, kind_of(problem)
     if key in evidence.figures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from polyattn.evidence.kinds import KINDS, NATIVE_FROM, kind_of, share_of, work_of
+from polyattn.evidence.kinds import KINDS, is_small, kind_of, share_of, trains
 from polyattn.problem import Problem
 
 __all__ = ["UNMEASURED", "Evidence", "Figure", "Verdict"]
@@ -63,7 +63,7 @@ class Evidence:
         return self.figures.get((problem.dtype, kind_of(problem)))
 
     def verdict(self, problem: Problem) -> Verdict | None:
-        """Say which kernel is preferred; None for problems too small to rest on evidence.
+        """Say which kernel is preferred; None for small problems of which nothing is known.
 
         >>> p = Problem(batch=1, q_len=512, kv_len=512, heads=8, kv_heads=8, head_dim=64)
         >>> known = Evidence({("float32", "short"): Figure(1.3, 1.4, 1.5, "a test")})
@@ -72,9 +72,9 @@ class Evidence:
         >>> print(known.verdict(p.with_(dtype="bfloat16")).said)
         not measured on this processor; torch's own kernel
         """
-        if work_of(problem) < NATIVE_FROM:
-            return None
         figure = self.figure(problem)
+        if is_small(problem) and (figure is None or trains(problem)):
+            return None
         if figure is None:
             why = self.undecided.get((problem.dtype, kind_of(problem)), self.lacking)
             return Verdict(False, f"{why}; torch's own kernel")

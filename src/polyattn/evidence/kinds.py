@@ -11,7 +11,16 @@ import re
 
 from polyattn.problem import Problem
 
-__all__ = ["DTYPES", "KINDS", "NATIVE_FROM", "kind_of", "kinds_beside", "share_of", "work_of"]
+__all__ = [
+    "DTYPES",
+    "KINDS",
+    "is_small",
+    "kind_of",
+    "kinds_beside",
+    "share_of",
+    "trains",
+    "work_of",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that the native CPU kernels have."""
@@ -23,12 +32,13 @@ KINDS = {
     "short": "short (at most 512 keys)",
     "decode": "decoding",
     "grouped decode": "decoding with grouped heads",
+    "small": "small (some 20 us)",
+    "small decode": "small (some 20 us) decoding",
     "train": "training",
 }
 """Each kind, and how it is called in a sentence before the dtype."""
 
-NATIVE_FROM = 1 << 21
-"""The work of a class from which the native CPU kernels may be preferred: about 20 us."""
+_SMALL, _SMALL_DECODE = 1 << 21, 1 << 18
 
 _SHORT = 512
 _EDGE = 128  # keys that a tile visits beyond a window's edges
@@ -38,7 +48,7 @@ def kinds_beside(kind: str) -> tuple[str, ...]:
     """Return the kinds that are calibrated together with one, the quickest to try first.
 
     >>> kinds_beside("train"), kinds_beside("dense")[0]
-    (('train',), 'grouped decode')
+    (('train',), 'small decode')
     """
     return ("train",) if kind == "train" else tuple(k for k in reversed(KINDS) if k != "train")
 
@@ -51,8 +61,10 @@ def kind_of(p: Problem) -> str:
     ('dense', 'grouped decode', 'wide')
     """
     _, t, s = p.class_sizes
-    if p.grad or p.bias_grad or p.sinks_grad:
+    if trains(p):
         return "train"
+    if is_small(p):
+        return "small decode" if t <= 16 < s else "small"
     if t <= 16 < s:
         return "grouped decode" if p.gqa else "decode"
     if p.mask is not None and p.mask.kinds - {"Full"} == {"Causal"}:
@@ -60,6 +72,24 @@ def kind_of(p: Problem) -> str:
     if s <= _SHORT:
         return "short"
     return "wide" if p.head_dim > 64 else "dense"
+
+
+def trains(p: Problem) -> bool:
+    """Say whether a gradient is wanted of anything."""
+    return p.grad or p.bias_grad or p.sinks_grad
+
+
+def is_small(p: Problem) -> bool:
+    """Say whether a call is over in some 20 us, of which what is done around a kernel is a share.
+
+    Few queries are bound by memory, and take as long as many do with eight times the work.
+
+    >>> p = Problem(batch=1, q_len=32, kv_len=32, heads=8, kv_heads=8, head_dim=64)
+    >>> is_small(p), is_small(p.with_(q_len=256, kv_len=256)), is_small(p.with_(q_len=1))
+    (True, False, True)
+    """
+    _, t, s = p.class_sizes
+    return work_of(p) < (_SMALL_DECODE if t <= 16 < s else _SMALL)
 
 
 def work_of(p: Problem) -> int:

@@ -39,8 +39,10 @@ _SIZES = {  # for each thread: query heads, heads; T, S, H
     "wide": (1, 1, 192, 576, 128),
     "causal": (1, 1, 384, 384, 64),
     "short": (2, 2, 192, 192, 64),
-    "decode": (4, 4, 1, 2048, 64),
+    "decode": (4, 4, 1, 1024, 64),
     "grouped decode": (8, 2, 1, 2048, 64),
+    "small": (2, 2, 32, 64, 64),
+    "small decode": (4, 4, 1, 192, 64),
     "train": (1, 1, 192, 192, 64),
 }
 _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
