@@ -298,6 +298,11 @@ bool has_zero(nb::handle exchange, nb::handle tensor) {
   return Exchange(exchange).has_zero(tensor);
 }
 
+// Masks that come as numbers; see polyattn/torch/backends/native_cpu/backend.py.
+bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
+  return Exchange(exchange).as_mask(bias, mask);
+}
+
 }  // namespace
 
 void add_attention(nb::module_& m) {
@@ -312,6 +317,8 @@ void add_attention(nb::module_& m) {
         "out of one attention call on tensors that have DLPack's C exchange.");
   m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a,
         "Whether one of a tensor's floats is zero.");
+  m.def("as_mask", &as_mask, "exchange"_a, "bias"_a, "mask"_a,
+        "Whether a bias is 0 or -inf everywhere; then the booleans of `mask` are where it is 0.");
   m.def("backward", &backward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a,
         "q"_a, "k"_a, "v"_a, "lse"_a, "terms"_a, "packed"_a.none(), "bias"_a.none(),
         "slopes"_a.none(), "sinks"_a.none(), "dout"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,

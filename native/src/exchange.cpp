@@ -75,6 +75,34 @@ bool holds_zero(const Description& x) {
   }
 }
 
+// Ends at the first float that is neither: of biases that are no masks little is read.
+template <typename Bits>
+bool read_mask(const Description& x, uint8_t* out, Bits shut) {
+  const auto* const floats = reinterpret_cast<const Bits*>(static_cast<char*>(x.data) + x.byte_offset);
+  const Bits magnitude = static_cast<Bits>(~Bits{0}) >> 1;
+  const int64_t count = x.shape[x.dims - 1], step = x.strides[x.dims - 1];
+  int64_t at[kMostDims] = {}, place = 0;
+  while (true) {
+    const Bits* const row = floats + place;
+    bool strange = false;
+    for (int64_t i = 0; i < count; ++i) {
+      const Bits value = row[i * step];
+      const bool open = (value & magnitude) == 0;
+      strange |= !open & (value != shut);
+      out[i] = open;
+    }
+    if (strange) return false;
+    out += count;
+    int dim = x.dims - 2;
+    for (; dim >= 0 && ++at[dim] == x.shape[dim]; --dim) {
+      place -= (x.shape[dim] - 1) * x.strides[dim];
+      at[dim] = 0;
+    }
+    if (dim < 0) return true;
+    place += x.strides[dim];
+  }
+}
+
 }  // namespace
 
 Exchange::Exchange(nb::handle capsule) : read_(nullptr) {
@@ -145,6 +173,26 @@ Bias Exchange::added(nb::handle tensor, const int64_t (&scores)[4]) const {
   bias.extent = broadcast(x, "bias", scores, {&bias.batch, &bias.head, &bias.row, &bias.column});
   bias.data = x.data == nullptr ? nullptr : static_cast<char*>(x.data) + x.byte_offset;
   return bias;
+}
+
+bool Exchange::as_mask(nb::handle bias, nb::handle mask) const {
+  Description x, y;
+  if (read_(bias.ptr(), &x) != 0 || read_(mask.ptr(), &y) != 0) throw nb::python_error();
+  bool fits = x.device_type == kCpu && x.lanes == 1 && x.dims >= 1 && x.dims <= kMostDims &&
+              x.strides != nullptr && y.device_type == kCpu && y.code == kBool && y.bits == 8 &&
+              y.dims == x.dims && y.strides != nullptr;
+  int64_t step = 1;
+  for (int i = x.dims - 1; fits && i >= 0; --i) {
+    if (x.shape[i] == 0) return false;
+    fits = y.shape[i] == x.shape[i] && (y.strides[i] == step || y.shape[i] == 1);
+    step *= x.shape[i];
+  }
+  if (!fits) refuse("expected floats of 1 to 8 dims and contiguous booleans of their shape, on the CPU");
+  auto* const out = static_cast<uint8_t*>(y.data) + y.byte_offset;
+  if (is_of(x, DType::f32)) return read_mask<uint32_t>(x, out, 0xFF800000U);
+  if (is_of(x, DType::bf16)) return read_mask<uint16_t>(x, out, 0xFF80U);
+  if (is_of(x, DType::f16)) return read_mask<uint16_t>(x, out, 0xFC00U);
+  return false;
 }
 
 bool Exchange::has_zero(nb::handle tensor) const {

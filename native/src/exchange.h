@@ -27,6 +27,10 @@ class Exchange {
   Term allowed(nanobind::handle tensor, const int64_t (&scores)[4]) const;
   Bias added(nanobind::handle tensor, const int64_t (&scores)[4]) const;
 
+  // Whether all floats of `bias` are 0 or -inf: then `mask`, contiguous booleans of its shape, is set
+  // to where they are 0.
+  bool as_mask(nanobind::handle bias, nanobind::handle mask) const;
+
   // Whether one of the floats, whatever their type, on the CPU is zero.
   bool has_zero(nanobind::handle tensor) const;
 

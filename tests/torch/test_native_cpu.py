@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -302,3 +303,35 @@ def test_preferred_where_there_is_work_and_passed_over_where_it_cannot() -> None
     assert chosen(8, softcap=5.0) == "native_cpu"
     assert chosen(1024, dtype=torch.float64) == "sdpa_flash"
     assert chosen(1024, dropout_p=0.5) == "sdpa_math"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 130, 300), (2, 1, 1, 300), (2, 4, 130, 300), (130, 300)])
+def test_a_bias_that_is_a_mask_is_taken_for_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Numbers of 0 and -inf say what booleans say, and one other number makes them a bias."""
+    q = torch.randn(2, 4, 130, 16, dtype=dtype)
+    k, v = torch.randn(2, 2, 4, 300, 16, dtype=dtype)
+    seen = torch.rand(shape) < 0.3
+    numbers = torch.where(seen, 0.0, -math.inf).to(dtype)
+    numbers[..., ::7] *= -1 if not seen[..., ::7].any() else 1
+    got = attention(q, k, v, bias=DenseBias(numbers), layout="BNTH", backend="native_cpu")
+    options: dict[str, Any]
+    by_mask = attention(q, k, v, mask=Dense(seen), layout="BNTH", backend="native_cpu")
+    assert torch.equal(got, by_mask)
+    poisoned = [x.clone() for x in (q, k, v)]
+    for x in poisoned:  # goes past numbers, as in torch's own, and not past a mask
+        x[0, 0, 3, 2] = math.nan
+        numbers = torch.where(seen, 0.0, -math.inf).to(dtype)
+        options = {"bias": DenseBias(numbers), "layout": "BNTH"}
+        inputs = [x if x.shape == y.shape and (x[0, 0, :3] == y[0, 0, :3]).all() else y
+                  for y in (q, k, v)]  # fmt: skip
+        got = attention(*inputs, **options, backend="native_cpu")
+        want = attention(*inputs, **options, backend="reference")
+        assert torch.equal(got.isnan(), want.isnan()) and want.isnan().any()
+    for other in (0.5, -1e4, math.nan):
+        numbers = torch.where(seen, 0.0, -math.inf).to(dtype)
+        numbers[..., -1, 5] = other
+        options = {"bias": DenseBias(numbers), "layout": "BNTH"}
+        got = attention(q, k, v, **options, backend="native_cpu")
+        want = attention(q, k, v, **options, backend="reference")
+        assert torch.allclose(got, want, atol=2e-2, equal_nan=True)

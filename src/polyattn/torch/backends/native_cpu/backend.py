@@ -139,6 +139,24 @@ def _split(bias: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, bias.payload) if isinstance(bias, Alibi) else (bias.payload, None)
 
 
+_MANY = 65  # a class of lengths begins here; from about one tile on
+_read_mask: Any = None
+
+
+def _as_mask(bias: Tensor, *inputs: Tensor) -> Tensor | None:
+    """Return the mask that a bias of 0 and -inf is, or None for any other bias.
+
+    A NaN or an infinity of the inputs goes past a bias, and not past a mask: then it stays a bias.
+    """
+    global _read_mask
+    if _read_mask is None:
+        _read_mask = module.load().as_mask
+    mask = torch.empty(bias.shape, dtype=torch.bool)
+    if not bias.dim() or not _read_mask(EXCHANGE, bias, mask):
+        return None
+    return mask if all(math.isfinite(x.detach().sum().item()) for x in inputs) else None
+
+
 def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
     """The shortest way: inference, contiguous last dims, and masks and biases of one array at most.
 
@@ -154,6 +172,9 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
     asked, place, empty_like = raw(variable), isa_for(*rows), torch.empty_like
     dense = problem.mask is not None and "Dense" in problem.mask.kinds
+    static = problem.mask is not None and not dense
+    # a bias that is a mask lets tiles be skipped, which pays for looking at it
+    many = not static and min(problem.q_len, problem.kv_len) >= _MANY
     # of a mask without arrays they are always the same
     terms: Any = () if problem.mask is None or dense else None
 
@@ -177,6 +198,8 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
             added = bias.payload
             if type(added) is not Tensor or lazy(added) or added.is_neg():
                 return careful(q, k, v, mask, bias, sinks)
+            if many and allowed is None and (allowed := _as_mask(added, q, k, v)) is not None:
+                added = None
         if terms is None:
             terms = terms_of(program_of(mask, q, k, layout)[0], (), layout)[0]
         # as calls.empty_out does it, without a call and with the quickest way that serves
