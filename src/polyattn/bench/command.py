@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from polyattn.bench.generate import command as generate
 from polyattn.bench.trace import command as trace
 from polyattn.errors import MissingDependency, PolyattnError
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         commands = {
             "compare": _compare, "cpu": _cpu, "growth": _growth, "overhead": _overhead,
-            "trace": trace.run,
+            "generate": generate.run, "trace": trace.run,
         }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     growth.add_argument("--shapes", type=int, default=1_000_000, help="how many (1000000)")
     growth.add_argument("--json", action="store_true", help="print the record, not the steps")
+    generate.add(kinds)
     trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")
