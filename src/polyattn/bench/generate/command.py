@@ -28,6 +28,7 @@ def add(kinds: Any) -> None:
     generate.add_argument(
         "--known-lengths", action="store_true", help="generate once before, so that none is new"
     )
+    generate.add_argument("--threads", type=int, default=0, help="of torch; by default its own")
     generate.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     generate.add_argument("--json", action="store_true", help="print the record, not the table")
     generate.add_argument(
@@ -41,11 +42,14 @@ def run(options: argparse.Namespace) -> int:
     tokens = options.tokens or (_TOKENS_QUICK if options.quick else _TOKENS)
     if tokens < 20 or (options.tokens is not None and options.tokens < 20):
         raise PolyattnError(f"got --tokens {options.tokens}, expected at least 20.")
-    whole = not (options.quick or options.only or options.tokens or options.known_lengths)
+    if options.threads < 0:
+        raise PolyattnError(f"got --threads {options.threads}, expected at least 1.")
+    part = options.quick or options.only or options.tokens or options.threads
+    whole = not (part or options.known_lengths)
     if options.record == "" and not whole:
         raise PolyattnError(
-            "got --record without FILE beside --quick, --only, --tokens or --known-lengths, "
-            "expected a whole run for the record of the machine; name a FILE."
+            "got --record without FILE beside --quick, --only, --tokens, --threads or "
+            "--known-lengths, expected a whole run for the record of the machine; name a FILE."
         )
     from polyattn.bench.generate.rows import chosen
     from polyattn.bench.generate.run import Options, measure
@@ -53,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
     asked = Options(
         chosen(options.only, options.quick), tokens, seed=options.seed,
-        known=options.known_lengths, quick=options.quick,
+        known=options.known_lengths, threads=options.threads, quick=options.quick,
     )  # fmt: skip
     try:
         record = measure(asked, lambda line: say(line, error=True))

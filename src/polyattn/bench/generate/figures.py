@@ -32,7 +32,7 @@ def figures(row: Row, found: Generated) -> dict[str, Any]:
     noise = {c: _noise(themselves[c]) for c in _CLOCKS}
     agreed = agreement(row, found.answers["stock"], found.answers["polyattn"])
     return {
-        "name": row.name, "goal": row.goal,
+        "name": row.name, "goal": row.goal, "threads": found.answers["polyattn"].threads,
         "token_ms": {s: {c: _ms(token[s][c]) for c in _CLOCKS} for s in token},
         "ratio": ratio, "stock_over_itself": themselves, "noise": noise,
         "as_run": {c: summary(_over(stock[c], token["run"][c])) for c in _CLOCKS}

@@ -22,7 +22,11 @@ _LEGEND = (
 
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the table, what disagreed, and what was missed."""
-    table = Table(title=f"{record['tokens']} tokens, lengths of the keys {record['lengths']}")
+    threads = " or ".join(sorted({str(r["threads"]) for r in record["rows"] if "threads" in r}))
+    table = Table(
+        title=f"{record['tokens']} tokens, lengths of the keys {record['lengths']}, "
+        f"{threads or 'no'} threads"
+    )
     columns = (
         "row", "token ms", "x wall", "±", "x cpu", "±", "goal", "met", "run", "prefill",
         "attention", "ran",

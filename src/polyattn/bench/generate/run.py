@@ -26,14 +26,15 @@ Say = Callable[[str], None]
 class Options:
     """How much is measured. `tokens`: that are timed; `known`: lengths of keys seen before.
 
-    `sizes`: of the models, for tests; None: each model's own.
+    `threads`: of torch; 0: as many as it takes by itself. `sizes`: of the models, for tests.
     """
 
     rows: tuple[Row, ...]
     tokens: int = 200
-    block: int = 10
+    block: int = 5
     seed: int = 0
     known: bool = False
+    threads: int = 0
     quick: bool = False
     sizes: Any = None
 
@@ -76,7 +77,9 @@ def _measured(row: Row, sides: Sides, options: Options) -> dict[str, Any]:
     names = SIDES if row.as_run else SIDES[:-1]
     # the prefill gives the first token, and a block more is for looking
     tokens = 1 + options.block + options.tokens
-    job = Job(row, tokens, options.block, options.seed, options.known, options.sizes)
+    job = Job(
+        row, tokens, options.block, options.seed, options.known, options.threads, options.sizes
+    )
     return figures(row, sides.generate(job, names))
 
 

@@ -31,8 +31,8 @@ READY = "ready"
 class Job:
     """What to generate: `tokens` in all, `block` of them at a time.
 
-    `known`: generate once before, so that no length of the keys is new. `sizes`: the model's, for
-    tests.
+    `known`: generate once before, so that no length of the keys is new. `threads`: of torch; 0: its
+    own choice. `sizes`: the model's, for tests.
     """
 
     row: Row
@@ -40,6 +40,7 @@ class Job:
     block: int
     seed: int = 0
     known: bool = False
+    threads: int = 0
     sizes: Any = None
 
 
@@ -56,13 +57,14 @@ class Turn:
 class Answers:
     """What a side computed: `logits` (tokens, batch, vocabulary) float32, and greedy `tokens`.
 
-    `ran` and `share`: see :class:`~polyattn.bench.generate.watch.Watch`.
+    `threads`: torch's. `ran` and `share`: see :class:`~polyattn.bench.generate.watch.Watch`.
     """
 
     logits: Any
     tokens: list[list[int]]
     ran: dict[str, int] | None
     share: float | None
+    threads: int
 
 
 def work(side: str, pipe: Any) -> None:
@@ -106,6 +108,8 @@ def _generate(side: str, job: Job, pipe: Any) -> Answers:
 
     transformers.logging.set_verbosity_error()
     torch.compiler.reset()
+    if job.threads:
+        torch.set_num_threads(job.threads)
     model: Any = models.build(job.row, job.seed, job.sizes)
     inputs = models.prompt(job.row, job.seed + 1, job.sizes)
     _warm_up(model, job)
@@ -120,7 +124,8 @@ def _generate(side: str, job: Job, pipe: Any) -> Answers:
         pipe.send(READY)
         turns.wait()
         _run(model, job, inputs, [turns])
-    return Answers(torch.stack(turns.logits).numpy(), turns.greedy, watch.ran, watch.share)
+    logits, threads = torch.stack(turns.logits).numpy(), torch.get_num_threads()
+    return Answers(logits, turns.greedy, watch.ran, watch.share, threads)
 
 
 def _warm_up(model: Any, job: Job) -> None:
