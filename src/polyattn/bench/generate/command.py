@@ -59,12 +59,11 @@ def run(options: argparse.Namespace) -> int:
         chosen(options.only, options.quick), tokens, seed=options.seed,
         known=options.known_lengths, threads=options.threads, quick=options.quick,
     )  # fmt: skip
-    try:
-        record = measure(asked, lambda line: say(line, error=True))
-    except KeyboardInterrupt:
-        say("interrupted: the processes of all sides have ended, nothing is written", error=True)
-        return _INTERRUPTED
+    record = measure(asked, lambda line: say(line, error=True))
     _tell(record, options)
+    if record["interrupted"]:
+        say("interrupted: these are the rows that were measured, not written", error=True)
+        return _INTERRUPTED
     return _CODES[record["goals_met"]]
 
 
@@ -77,7 +76,7 @@ def _tell(record: dict[str, Any], options: argparse.Namespace) -> None:
         say(records.dump(record), plain=True)
     else:
         print_record(record)
-    if options.record is not None:
+    if options.record is not None and not record["interrupted"]:
         path = Path(options.record or records.default_path(record, "generate"))
         records.write(record, path)
         say(f"record: {path}", error=options.json)

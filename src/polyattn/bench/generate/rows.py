@@ -36,7 +36,7 @@ class Row:
         context = _SHORT_NAMES.get(self.context, str(self.context)) if self.context else ""
         kind = f"padded x{self.batch}" if self.batch > 1 else ""
         parts = (self.model, self.cache, kind, "compiled" * self.compiled, context)
-        return " ".join(filter(None, (*parts, _TYPES[self.dtype])))
+        return " ".join(filter(None, (*parts, _TYPES.get(self.dtype, self.dtype))))
 
     @property
     def goal(self) -> float:

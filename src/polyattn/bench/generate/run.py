@@ -49,24 +49,37 @@ def require() -> None:
 
 
 def measure(options: Options, say: Say = lambda line: None) -> dict[str, Any]:
-    """Generate every row on all sides and return the record; `say` hears what is being done."""
+    """Generate every row on all sides and return the record; `say` hears what is being done.
+
+    Ctrl-C ends it with the rows that were measured, and "interrupted".
+    """
     require()
     rows: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        while len(rows) < len(options.rows):
+            _measure_until_failure(options, rows, say)
+    except KeyboardInterrupt:
+        interrupted = True
+    return {
+        **_in_force(options), "goals_met": _verdict(rows), "interrupted": interrupted,
+        "rows": rows,
+    }  # fmt: skip
+
+
+def _measure_until_failure(options: Options, rows: list[dict[str, Any]], say: Say) -> None:
+    """Add the rows that are missing; one that fails is added, and ends it: the processes, too."""
     begin = time.perf_counter()
-    waiting = list(options.rows)
-    while waiting:
-        with Sides(_sides(options.rows)) as sides:
-            while waiting:
-                row = waiting.pop(0)
-                spent = time.perf_counter() - begin
-                say(f"{len(rows) + 1}/{len(options.rows)} {row.name} ({spent:.0f} s)")
-                try:
-                    rows.append(_measured(row, sides, options))
-                except SideFailed as error:
-                    rows.append(_failed(row, error))
-                    say(f"{row.name}: {error}")
-                    break  # and begin again with new processes
-    return {**_in_force(options), "goals_met": _verdict(rows), "rows": rows}
+    with Sides(_sides(options.rows)) as sides:
+        for row in options.rows[len(rows) :]:
+            took = f"{time.perf_counter() - begin:.0f} s"
+            say(f"{len(rows) + 1}/{len(options.rows)} {row.name} (after {took})")
+            try:
+                rows.append(_measured(row, sides, options))
+            except SideFailed as error:
+                rows.append(_failed(row, error))
+                say(f"{row.name}: {error}")
+                return
 
 
 def _sides(rows: tuple[Row, ...]) -> tuple[str, ...]:
