@@ -242,7 +242,7 @@ def test_a_tie_may_part_the_texts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "lama"], "llama dynamic 128 fp32"),
+        (["--only", "gpt"], "llama dynamic 128 fp32"),
         (["--quick", "--record"], "name a FILE"),
         (["--tokens", "5"], "at least 20"),
         (["--threads", "-1"], "at least 1"),
