@@ -48,7 +48,7 @@ def evidence_rows(report: dict[str, Any] | None) -> list[tuple[str, str]]:
         sources = [f"no record of such a machine; {later if report['calibration'] else off}"]
     rows = [("native_cpu or torch", ", ".join(sources))]
     for dtype in DTYPES:
-        told = [f"{one['kind']} {one['median']:.2g}" for one in figures if one["dtype"] == dtype]
+        told = [f"{one['kind']} {one['median']:.3g}" for one in figures if one["dtype"] == dtype]
         if told:
             rows.append(("", f"x torch's kernel, {dtype}: {', '.join(told)}"))
     return rows

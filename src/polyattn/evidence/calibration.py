@@ -43,7 +43,7 @@ def wanted(selection: Selection, problem: Problem, evidence: Evidence) -> bool:
     """
     if selection.source is not Source.HEURISTIC or problem.device != "cpu":
         return False
-    if is_small(problem):
+    if is_small(problem) or selection.backend == "native_cpu":
         return False
     key = problem.dtype, kind_of(problem)
     if key in evidence.figures:
@@ -136,7 +136,7 @@ def _write(entries: list[tuple[Key, Measurement]]) -> None:
 def _choose_again(problem: Problem) -> None:
     """Forget the choices that were made without a figure, if one of them would be another now."""
     known = here.in_force(problem.framework).figures
-    asked = {key for key in _in_vain if key[0] == problem.dtype and key in known}
+    asked = {key for key in list(_in_vain) if key[0] == problem.dtype and key in known}
     _in_vain.difference_update(asked)
     if any(known[key].prefers_native for key in asked):
         scopes.invalidate()

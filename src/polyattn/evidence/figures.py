@@ -89,9 +89,9 @@ class Evidence:
 
 
 def _said(figure: Figure, problem: Problem) -> str:
-    spread = f"{figure.low:.2g} - {figure.high:.2g}"
+    spread = f"{figure.low:.3g} - {figure.high:.3g}"
     return (
-        f"{figure.median:.2g} x torch's kernel on {KINDS[kind_of(problem)]} {problem.dtype} "
+        f"{figure.median:.3g} x torch's kernel on {KINDS[kind_of(problem)]} {problem.dtype} "
         f"problems ({spread}), {figure.source}"
     )
 

@@ -7,6 +7,7 @@ their own, and gradients, autocast and threads are afterwards as they were befor
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,15 +111,8 @@ class _Probe:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         generator = torch.Generator().manual_seed(0)
-        dtype = getattr(torch, problem.dtype)
-
-        def numbers(heads: int, length: int) -> Tensor:
-            shape = (1, heads, length, problem.head_dim)
-            made = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
-            return made.to(dtype).requires_grad_(problem.grad)
-
-        q = numbers(problem.heads, problem.q_len)
-        k, v = (numbers(problem.kv_heads, problem.kv_len) for _ in range(2))
+        q = _numbers(problem, problem.heads, problem.q_len, generator)
+        k, v = (_numbers(problem, problem.kv_heads, problem.kv_len, generator) for _ in range(2))
         self._native = _step(_NATIVE, problem, q, k, v)
         self._theirs = _step(_RIVAL, problem, q, k, v)
         pairs = zip(self._native(), self._theirs(), strict=True)
@@ -132,6 +126,19 @@ class _Probe:
     def theirs(self) -> object:
         """Run torch's kernel once."""
         return self._theirs()
+
+
+def _numbers(problem: Problem, heads: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return an array of random numbers, which repeat: to draw all would take longer than a try."""
+    shape = (1, heads, length, problem.head_dim)
+    drawn = torch.randn(_DRAWN, generator=generator, device="cpu", dtype=torch.float32)
+    drawn = drawn.to(getattr(torch, problem.dtype))
+    count = math.prod(shape)
+    made = drawn.repeat(-(-count // _DRAWN))[:count].view(shape)
+    return made.requires_grad_(problem.grad)
+
+
+_DRAWN = 8191  # a prime, so that no two rows are alike
 
 
 def _step(
