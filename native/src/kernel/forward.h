@@ -391,10 +391,10 @@ class Forward {
     const Piece piece{q, w.k + tile.slot * kTile * k_units_, k_units_};
     if (few(item)) {
       auto key = [&](int64_t j) { return key_row(a_.k, item, tile.j0 + j); };
-      for (int r = 0; r < s.count; r += kQuad) {
-        few_scores<S, U, T>(q + r * d_.q_units, d_.q_units, key, tile.keys, a_.head_dim, few_ahead(a_.k, r),
-                            to + r * kScoreRow, kScoreRow);
-      }
+      by_few(s.count, [&](auto rows, int r) {
+        few_scores<S, U, T, rows.value>(q + r * d_.q_units, d_.q_units, key, tile.keys, a_.head_dim,
+                                        few_ahead(a_.k, r), to + r * kScoreRow, kScoreRow);
+      });
     } else if (visit.mixed[n]) {
       // nothing is computed that no row of a register block sees; what is left there gets hidden
       const uint64_t* words = w.words + int64_t{n} * kRows;
@@ -455,10 +455,10 @@ class Forward {
     for (int n = 0; n < visit.tiles; ++n) {
       const Tile& tile = visit.tile[n];
       auto value = [&](int64_t j) { return key_row(a_.v, item, tile.j0 + j); };
-      for (int r = 0; r < s.count; r += kQuad) {
-        few_values<S, U, T>(p + r * kScoreRow, kScoreRow, value, tile.keys, a_.value_dim, few_ahead(a_.v, r),
-                            out + r * d_.v_columns, d_.v_columns);
-      }
+      by_few(s.count, [&](auto rows, int r) {
+        few_values<S, U, T, rows.value>(p + r * kScoreRow, kScoreRow, value, tile.keys, a_.value_dim,
+                                        few_ahead(a_.v, r), out + r * d_.v_columns, d_.v_columns);
+      });
       p += tile.columns / U::kValues;
     }
   }
