@@ -68,7 +68,7 @@ def test_the_reason_names_the_record_its_command_and_its_hardware() -> None:
     assert amx.startswith("torch's own kernel; native_cpu: 0.38 x torch's kernel on dense bfloat16")
     assert "an outside bench, not repeated by a command here" in amx
     window = on("sapphirerapids", WINDOW.with_(dtype="bfloat16")).reason
-    assert "masked tiles are skipped, at most 19% remain; otherwise 0.38 x" in window
+    assert "tiles that the mask empties are skipped, at most 19% remain; otherwise 0.38 x" in window
     assert on("zen3", DENSE).reason == (
         "no record of such a machine is shipped; torch's own kernel"
     )
@@ -137,6 +137,7 @@ def test_slower_kernels_run_only_where_a_static_mask_pays_for_it() -> None:
     narrow, wide = "Window(left=255, right=0)", "Window(left=1999, right=0)"
     assert chosen(narrow, 0.3) == "native_cpu" and chosen(wide, 0.3) == "sdpa_flash"
     assert chosen(narrow, 0.2) == "sdpa_flash"
+    assert chosen(wide, 0.96) == "native_cpu"  # as fast without a mask, and torch must read one
     for unknown in ("BlockMap(64, 64)", f"{narrow} | Causal()", f"{narrow} & Padding(int32[n])"):
         assert chosen(unknown, 0.3) == "sdpa_flash" and chosen(unknown, 1.1) == "native_cpu"
 

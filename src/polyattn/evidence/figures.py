@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from polyattn.evidence.kinds import KINDS, is_small, kind_of, share_of, trains
+from polyattn.evidence.kinds import KINDS, is_band, is_small, kind_of, share_of, trains
 from polyattn.problem import Problem
 
 __all__ = ["UNMEASURED", "Evidence", "Figure", "Verdict"]
@@ -82,8 +82,9 @@ class Evidence:
         measured = _said(figure, problem)
         if figure.prefers_native:
             return Verdict(True, measured, figure.median / share)
-        if share < 1.0 and figure.low / share >= _DERIVED:
-            skips = f"masked tiles are skipped, at most {share:.0%} remain"
+        if is_band(problem) and (figure.low >= _NO_HARM or figure.low / share >= _DERIVED):
+            remain = f", at most {share:.0%} remain" if share < 1.0 else ""
+            skips = f"tiles that the mask empties are skipped{remain}"
             return Verdict(True, f"{skips}; otherwise {measured}", figure.median / share)
         return Verdict(False, f"torch's own kernel; native_cpu: {measured}", figure.median)
 

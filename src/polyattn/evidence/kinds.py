@@ -14,6 +14,7 @@ from polyattn.problem import Problem
 __all__ = [
     "DTYPES",
     "KINDS",
+    "is_band",
     "is_small",
     "kind_of",
     "kinds_beside",
@@ -102,6 +103,14 @@ def work_of(p: Problem) -> int:
     return batch * p.heads * t * s * (p.head_dim + p.value_dim)
 
 
+def is_band(p: Problem) -> bool:
+    """Say whether the mask is a window, also joined to causal ones by ``&``.
+
+    The native kernels know such a mask by positions and skip tiles; torch's reads an array of it.
+    """
+    return p.mask is not None and "Window" in p.mask.kinds and not p.mask.kinds - _BANDS
+
+
 def share_of(p: Problem) -> float:
     """Return the share of the tiles that a static mask leaves, at most; 1.0 where it is not known.
 
@@ -114,9 +123,7 @@ def share_of(p: Problem) -> float:
     >>> share_of(p), share_of(p.with_(mask=MaskFacts.parse("Window(left=255, right=0)", None)))
     (1.0, 0.1875)
     """
-    if p.mask is None or "Window" not in p.mask.kinds or p.mask.kinds - _BANDS:
-        return 1.0
-    width = _width(p.mask.signature)
+    width = _width(p.mask.signature) if p.mask is not None and is_band(p) else None
     if width is None:
         return 1.0
     keys = max(1, p.class_sizes[2] // 2)
