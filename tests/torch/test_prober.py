@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyattn.evidence import KINDS
 from polyattn.evidence.kinds import DTYPES, kind_of
+from polyattn.native import forms
 from polyattn.registry import Available, registry
 from polyattn.torch.flags import snapshot
 from polyattn.torch.prober import TorchProber
@@ -42,6 +43,7 @@ def test_this_machine_is_told_with_its_threads(monkeypatch: pytest.MonkeyPatch) 
     here = PROBER.machine()
     assert here.threads == torch.get_num_threads() and torch.__version__.startswith(here.torch)
     assert here.isa in ("avx2", "avx512", "avx512bf16", "neon")
+    assert here.bfloat16 == forms.for_bfloat16().name
     monkeypatch.setenv("POLYATTN_NATIVE_ISA", "generic")
     assert PROBER.machine().isa == "generic"
     monkeypatch.setenv("POLYATTN_NATIVE_ISA", "neon" if here.isa != "neon" else "avx2")

@@ -21,7 +21,7 @@ from polyattn.choice import prepared
 from polyattn.errors import SettingsError
 from polyattn.evidence.machine import Machine
 from polyattn.masks import Causal
-from polyattn.native import module
+from polyattn.native import forms, module
 from polyattn.problem import MaskFacts, Problem
 from polyattn.registry import Available
 from polyattn.selection import Selection, Source
@@ -94,13 +94,14 @@ class TorchProber:
 
 @functools.lru_cache(maxsize=64)
 def _machine(threads: int, isa: object) -> Machine:
-    """Return this machine; `isa`: what POLYATTN_NATIVE_ISA holds, which says the kernels' form."""
+    """Return this machine; `isa`: what POLYATTN_NATIVE_ISA holds, which says the kernels' forms."""
     try:
         here = isinstance(module.status(), Available)
         form = module.isas()[module.isa_index()] if here else None
+        of_bfloat16 = forms.for_bfloat16().name if here else None
     except SettingsError:  # for the call to raise
-        form = None
-    return Machine.here(torch.__version__, threads, form)
+        form = of_bfloat16 = None
+    return Machine.here(torch.__version__, threads, form, of_bfloat16)
 
 
 class _Probe:
