@@ -47,7 +47,9 @@ def on(facts: str, problem: Problem, **packages: str) -> Selection:
         ("zen4", DENSE, "bfloat16", "native_cpu"),
         ("zen4", DECODE, "bfloat16", "native_cpu"),
         ("zen4", DENSE, "float16", "sdpa_flash"),  # which that bench did not have
-        ("zen3", DENSE, "float32", "sdpa_flash"),
+        ("zen3", DENSE, "float32", "native_cpu"),
+        ("zen3", DENSE.with_(head_dim=128, value_dim=128), "float32", "sdpa_flash"),
+        ("haswell", DENSE, "float32", "sdpa_flash"),  # AVX2 of another vendor
         ("graviton3", DENSE, "float32", "sdpa_flash"),
         ("cpu", DENSE, "float32", "sdpa_flash"),
         ("cpu:avx512_bf16", DENSE, "bfloat16", "sdpa_flash"),  # of any vendor
@@ -69,7 +71,8 @@ def test_the_reason_names_the_record_its_command_and_its_hardware() -> None:
     assert "an outside bench, not repeated by a command here" in amx
     window = on("sapphirerapids", WINDOW.with_(dtype="bfloat16")).reason
     assert "tiles that the mask empties are skipped, at most 19% remain; otherwise 0.38 x" in window
-    assert on("zen3", DENSE).reason == (
+    assert "`polyattn bench harm --record` on AMD EPYC with AVX2" in on("zen3", DENSE).reason
+    assert on("graviton3", DENSE).reason == (
         "no record of such a machine is shipped; torch's own kernel"
     )
     assert "(amd-zen4) has no such problem" in on("zen4", DENSE.with_(dtype="float16")).reason
@@ -77,8 +80,9 @@ def test_the_reason_names_the_record_its_command_and_its_hardware() -> None:
 
 def test_only_a_record_of_the_same_machine_counts() -> None:
     assert find(ZEN4).name == "amd-zen4" and find(AMX).name == "intel-amx"
+    assert find(ZEN3).name == "amd-avx2"
     others = [
-        ZEN3, GRAVITON, Machine(None, None, None), Machine(None, None, "avx512bf16", "2.13", 2),
+        Machine("AuthenticAMD", 23, "avx2", "2.13", 2, "avx2"), GRAVITON,  # Zen 2, Graviton Machine(None, None, None), Machine(None, None, "avx512bf16", "2.13", 2),
         Machine("AuthenticAMD", 26, "avx512bf16", "2.13", 2),  # Zen 5
         Machine("GenuineIntel", 6, "avx512bf16", "2.13", 2),  # Cooper Lake
         Machine("AuthenticAMD", 25, "avx512bf16", "2.13", 2, "avx2"),  # POLYATTN_NATIVE_ISA
