@@ -82,7 +82,8 @@ def test_only_a_record_of_the_same_machine_counts() -> None:
     assert find(ZEN4).name == "amd-zen4" and find(AMX).name == "intel-amx"
     assert find(ZEN3).name == "amd-avx2"
     others = [
-        Machine("AuthenticAMD", 23, "avx2", "2.13", 2, "avx2"), GRAVITON,  # Zen 2, Graviton Machine(None, None, None), Machine(None, None, "avx512bf16", "2.13", 2),
+        Machine("AuthenticAMD", 23, "avx2", "2.13", 2, "avx2"),  # Zen 2
+        GRAVITON, Machine(None, None, None), Machine(None, None, "avx512bf16", "2.13", 2),
         Machine("AuthenticAMD", 26, "avx512bf16", "2.13", 2),  # Zen 5
         Machine("GenuineIntel", 6, "avx512bf16", "2.13", 2),  # Cooper Lake
         Machine("AuthenticAMD", 25, "avx512bf16", "2.13", 2, "avx2"),  # POLYATTN_NATIVE_ISA
