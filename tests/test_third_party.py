@@ -117,7 +117,8 @@ def test_an_installed_backend_matches_the_reference(installed: Path) -> None:
             raise AssertionError(mask)
     print(explain(q, q, q).backend)
     """
-    assert run(program, installed) == "sdpa_flash"  # never preferred by itself
+    # never preferred by itself, whatever this machine's record says of the others
+    assert run(program, installed) in ("sdpa_flash", "native_cpu")
 
 
 @pytest.mark.slow
@@ -167,7 +168,7 @@ def test_a_plugin_that_cannot_be_registered_is_reported(name: str, tmp_path: Pat
     from polyattn.torch import attention, explain
     q = torch.randn(1, 4, 1, 8)
     attention(q, q, q)
-    assert explain(q, q, q).backend == "sdpa_flash"
+    assert explain(q, q, q).backend in ("sdpa_flash", "native_cpu")
     print(registry.faults[{f"{name} ({name}:backend)"!r}])
     """
     assert expected in run(program, tmp_path)

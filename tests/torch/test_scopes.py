@@ -289,7 +289,7 @@ def test_recorders_nest_and_show_what_really_ran() -> None:
             sdpa(Q, Q, Q)
             sdpa(Q, Q, Q, is_causal=True)
     assert len(inner) == 2 and len(outer) == 3
-    assert outer[0].version.startswith("torch 2")
+    assert outer[1].version.startswith("torch 2")
     assert outer[0].to_dict()["problem"]
 
 

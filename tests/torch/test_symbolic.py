@@ -129,6 +129,8 @@ def test_a_cache_that_grows_is_compiled_as_often_as_the_choice_changes(
             "backend": backend,
         }
         want = attention(q, k, v, **options)
-        choices.add(explain(q, k, v, **options).backend)
+        problem = explain(q, k, v, **options).problem
+        assert problem is not None
+        choices.add(explain(problem.with_(compiled=True), backend=backend).backend)
         assert torch.allclose(compiled(q, k, v, seen), want, atol=1e-5)
     assert graphs.frame_count <= 1 + len(choices)
