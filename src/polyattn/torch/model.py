@@ -270,26 +270,11 @@ def model_of_sdpa(
     if gqa and rank == k.dim() == v.dim() and rank >= 3 and k.shape[-3] == v.shape[-3]:
         grouped = k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
 
-    def modelled(x: Tensor, fits: list[Any], first: int) -> Any:
-        """Describe a tensor; `fits`: from its last dim on, a size and the number that it has."""
-        if x.is_nested or x.layout != torch.strided:
-            form = "nested" if x.is_nested else "sparse"
-            return (ARRAY, (), x.dtype, str(x.device), False, True, form)
-        shape: list[int] = []
-        for i in range(x.dim()):
-            size, number = x.shape[x.dim() - 1 - i], first + i
-            if i < len(fits) and size == fits[i][0]:
-                number = fits[i][1]
-            elif size == 1:
-                number = 1
-            shape.insert(0, 0 if size == 0 else number)
-        return (ARRAY, tuple(shape), x.dtype, str(x.device), False, True, "strided")
-
     def sizes_of(x: Tensor, first: int) -> list[Any]:
         return [(x.shape[x.dim() - 1 - i], first + i) for i in range(x.dim())]
 
     if q.is_nested or k.is_nested or v.is_nested or rank < 3 or k.dim() < 3:
-        made = [modelled(x, [], 10) for x in arrays]
+        made = [_fitted(x, [], 10) for x in arrays]
         return (
             *made,
             *(() if attn_mask is not None else (None,)),
@@ -302,12 +287,31 @@ def model_of_sdpa(
     lead = of_q[3:]
     heads = (k.shape[-3], of_q[2][1]) if grouped else of_q[2]
     last = of_q[0][1]
-    made = [modelled(q, of_q, 10), modelled(k, [of_q[0], of_k[1], heads, *lead], 30)]
+    made = [_fitted(q, of_q, 10), _fitted(k, [of_q[0], of_k[1], heads, *lead], 30)]
     kept = (k.shape[-3], made[1][1][-3])  # the heads of the keys, as they are described
-    made.append(modelled(v, [(q.shape[-1], last), of_k[1], kept, *lead], 50))
+    made.append(_fitted(v, [(q.shape[-1], last), of_k[1], kept, *lead], 50))
     if attn_mask is not None:
-        made.append(modelled(attn_mask, [of_k[1], of_q[1], of_q[2], *lead], 70))
+        made.append(_fitted(attn_mask, [of_k[1], of_q[1], of_q[2], *lead], 70))
     return (*made, *(() if attn_mask is not None else (None,)), dropout_p, is_causal, scale, gqa)
+
+
+def _fitted(x: Tensor, fits: list[Any], first: int) -> Any:
+    """Describe a tensor; `fits`: from its last dim on, a size and the number that it has.
+
+    A dim of another size has a number of its own, from `first` on.
+    """
+    if x.is_nested or x.layout != torch.strided:
+        form = "nested" if x.is_nested else "sparse"
+        return (ARRAY, (), x.dtype, str(x.device), False, True, form)
+    shape: list[int] = []
+    for i in range(x.dim()):
+        size, number = x.shape[x.dim() - 1 - i], first + i
+        if i < len(fits) and size == fits[i][0]:
+            number = fits[i][1]
+        elif size == 1:
+            number = 1
+        shape.insert(0, 0 if size == 0 else number)
+    return (ARRAY, tuple(shape), x.dtype, str(x.device), False, True, "strided")
 
 
 def _sequences(mask: Any) -> Any:

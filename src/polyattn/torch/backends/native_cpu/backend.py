@@ -157,6 +157,32 @@ def _as_mask(bias: Tensor, *inputs: Tensor) -> Tensor | None:
     return mask if all(math.isfinite(x.detach().sum().item()) for x in inputs) else None
 
 
+def _arrays_of(problem: Problem) -> Callable[..., Any] | None:
+    """Return what gives the arrays of mask and bias for the extension; None where there are none.
+
+    ``arrays(mask, bias, q, k, v)``: booleans and numbers to add; ValueError for what the extension
+    cannot read.
+    """
+    dense, lazy = problem.mask is not None and "Dense" in problem.mask.kinds, is_lazy_copy
+    if not dense and problem.bias is None:
+        return None
+    # a bias that is a mask lets tiles be skipped, which pays for looking at it
+    many = problem.mask is None and min(problem.q_len, problem.kv_len) >= _MANY
+
+    def arrays(mask: Any, bias: Any, *inputs: Tensor) -> tuple[Any, Any]:
+        allowed, added = mask.mask if dense else None, None if bias is None else bias.payload
+        if dense and (type(allowed) is not Tensor or lazy(allowed)):
+            raise ValueError("a mask of another kind of array")
+        if added is not None:
+            if type(added) is not Tensor or lazy(added) or added.is_neg():
+                raise ValueError("a bias of another kind of array")
+            if many and (as_mask := _as_mask(added, *inputs)) is not None:
+                return as_mask, None
+        return allowed, added
+
+    return arrays
+
+
 def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
     """The shortest way: inference, contiguous last dims, and masks and biases of one array at most.
 
@@ -165,18 +191,14 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     """
     code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
     rows_first, last = layout == "BTNH", problem.value_dim
-    alike = last == problem.head_dim
+    alike, arrays = last == problem.head_dim, _arrays_of(problem)
     run, threads, plain = module.load().forward_tensors, torch.get_num_threads, PLAIN
     functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
     rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
     asked, place, empty_like = raw(variable), isa_for(*rows), torch.empty_like
-    dense = problem.mask is not None and "Dense" in problem.mask.kinds
-    static = problem.mask is not None and not dense
-    # a bias that is a mask lets tiles be skipped, which pays for looking at it
-    many = not static and min(problem.q_len, problem.kv_len) >= _MANY
-    # of a mask without arrays they are always the same
-    terms: Any = () if problem.mask is None or dense else None
+    # of a mask without arrays always the same
+    terms: Any = None if problem.mask is not None and problem.mask.kinds <= _STATIC else ()
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -189,28 +211,15 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
             and not (lazy(q) or lazy(k) or lazy(v))
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
-        allowed = added = None
-        if dense:
-            allowed = mask.mask
-            if type(allowed) is not Tensor or lazy(allowed):
-                return careful(q, k, v, mask, bias, sinks)
-        if bias is not None:
-            added = bias.payload
-            if type(added) is not Tensor or lazy(added) or added.is_neg():
-                return careful(q, k, v, mask, bias, sinks)
-            if many and allowed is None and (allowed := _as_mask(added, q, k, v)) is not None:
-                added = None
-        if terms is None:
-            terms = terms_of(program_of(mask, q, k, layout)[0], (), layout)[0]
-        # as calls.empty_out does it, without a call and with the quickest way that serves
-        if alike and (q.is_contiguous() or not rows_first):
-            out = empty_like(q)
-            if out.stride(3) != 1:  # of rows that overlap
-                out = q.new_empty(q.shape)
-        else:
+        terms = (
+            terms_of(program_of(mask, q, k, layout)[0], (), layout)[0] if terms is None else terms
+        )
+        out = empty_like(q) if alike and (q.is_contiguous() or not rows_first) else None
+        if out is None or out.stride(3) != 1:  # that of rows that overlap may be another
             out = q.new_empty((*q.shape[:3], last))
         isa = place if raw(variable) is asked else isa_for(*rows)
         try:
+            allowed, added = (None, None) if arrays is None else arrays(mask, bias, q, k, v)
             run(
                 exchange, isa, threads(), code, rows_first, scale, softcap, q, k, v, out, terms,
                 allowed, added,
