@@ -1,8 +1,8 @@
 """Make a record of evidence, as polyattn ships them, from the record of a bench of CPU kernels.
 
 ``python scripts/evidence_record.py BENCH.json --name N --hardware TEXT`` prints it, ``--write``
-puts it where the package reads it. BENCH.json is what `polyattn bench cpu --record`, its `--grid`
-or `polyattn bench harm --record` wrote. Older ones do not name vendor and family of the processor:
+puts it where the package reads it. BENCH.json is what `polyattn bench cpu --record` or
+`polyattn bench harm --record` wrote. Older ones do not name vendor and family of the processor:
 then `--vendor` and `--family` must, and `--note` says how they are known.
 """
 

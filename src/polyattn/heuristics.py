@@ -39,6 +39,7 @@ EVIDENCE = (
     "vendor, family and instruction sets of the processor, torch's release and the threads: a "
     "record of such a machine (polyattn.evidence.records), or a calibration of this one"
 )
+_UNMEASURED_GPU = "no record: nothing of this package ran on a GPU yet"
 _OWN = frozenset({"sdpa_flash", "sdpa_math"})
 """What torch's own function may run on CPUs."""
 
@@ -60,18 +61,21 @@ ROWS: tuple[Row, ...] = (
         ("native_cpu", "reference", "flex"),
         "the native kernels cap scores in their tiles; compiling FlexAttention takes seconds, the "
         "float64 reference less at this size",
+        rests_on="any processor: torch's own function has no soft caps",
     ),
     Row(
         "cpu, scores that fused kernels cannot express",
         lambda p: p.device == "cpu" and p.softcap is not None,
         ("native_cpu", "flex", "reference"),
         "the native kernels cap scores in their tiles, and so does compiled FlexAttention",
+        rests_on="any processor: torch's own function has no soft caps",
     ),
     Row(
         "cpu, sinks that train",
         lambda p: p.device == "cpu" and p.sinks_grad and not is_small(p),
         ("native_cpu", "sdpa_math", "reference", "flex"),
         "the native kernels train sinks in their tiles; torch's own function has none",
+        rests_on="any processor: torch's own function has none",
     ),
     Row(
         "cpu, small, masked or with grouped heads",
@@ -79,8 +83,8 @@ ROWS: tuple[Row, ...] = (
         ("native_cpu", "sdpa_flash", "sdpa_math", "reference", "flex"),
         "at this size torch's kernel takes longer to be given heads that are folded and masks as "
         "numbers, and to be asked for lost NaN, than the native kernels take to compute",
-        rests_on="any processor: these are some 30 to 100 us of Python, of which the native "
-        "kernels need 5 (`polyattn bench harm --only tiny` prints what it comes to)",
+        rests_on="any processor: that is work around the kernel (`polyattn bench harm --only "
+        "'causal (1,8,16,64)*'` prints what it comes to)",
     ),
     Row(
         "cpu, native kernels",
@@ -102,18 +106,21 @@ ROWS: tuple[Row, ...] = (
         lambda p: p.device == "cuda" and _sparse(p),
         ("flex", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"),
         "FlexAttention skips the tiles that the mask empties (not measured)",
+        rests_on=_UNMEASURED_GPU,
     ),
     Row(
         "cuda, Hopper",
         lambda p: p.device == "cuda" and p.arch is not None and arch_number(p.arch) == 90,
         ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex", "sdpa_math"),
         "cuDNN uses Hopper's own instructions, the flash kernel in torch does not (not measured)",
+        rests_on=_UNMEASURED_GPU,
     ),
     Row(
         "cuda",
         lambda p: p.device == "cuda",
         ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex", "sdpa_math"),
         "torch's own order: flash, memory-efficient, cuDNN (not measured)",
+        rests_on=_UNMEASURED_GPU,
     ),
 )
 

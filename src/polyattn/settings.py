@@ -129,7 +129,8 @@ class Settings:
     cache_dir: Path = _setting(_CACHE, "where the tuning table lives")  # noqa: RUF009
     tuning: bool = _setting(_ON_OFF, "whether measured times take part")
     calibration: bool = _setting(
-        _ON_OFF, "whether an unknown processor is calibrated, some 60 ms for a dtype, once"
+        _ON_OFF,
+        "whether an unknown processor is calibrated, some tens of milliseconds for a dtype, once",
     )
     plugins: bool = _setting(_ON_OFF, "whether backends of other packages are loaded")
     native_isa: str = _setting(_one_of("best", *NATIVE_ISAS), "instruction set of `native_cpu`")
