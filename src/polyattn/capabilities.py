@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from polyattn.errors import PolyattnError
-from polyattn.problem import Problem
+from polyattn.problem import DEMANDS, Problem
 
 __all__ = ["ALL_MASKS", "Capabilities", "Reason", "arch_number"]
 
@@ -106,6 +106,8 @@ class Capabilities:
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against running `problem`; none means that it runs exactly."""
+        if self._takes(problem):
+            return ()
         facts = problem.beside_lengths
         found = self._checked.get(facts)
         if found is None:
@@ -114,6 +116,38 @@ class Capabilities:
             found = (*self._sets(problem), *self._dims(problem), *self._features(problem))
             self._checked[facts] = found
         return found
+
+    def _takes(self, p: Problem) -> bool:
+        """Whether nothing speaks against an ordinary problem, without a word why.
+
+        A False is no refusal: :meth:`check` looks at each fact then. Every first call of a kind
+        asks each backend, and most take it.
+        """
+        low, high, step = self.head_dims
+        return (
+            p.device in self.devices
+            and p.dtype in self.dtypes
+            and p.layout in self.layouts
+            and not self.archs
+            and (p.mask is None or p.mask.kinds <= self._masks)
+            and p.bias is None
+            and p.value_dim == p.head_dim
+            and low <= p.head_dim <= high
+            and not p.head_dim % step
+            and p.demands <= self._offered
+        )
+
+    @functools.cached_property
+    def _masks(self) -> frozenset[str]:
+        return frozenset(self.masks | {"Full"})
+
+    @functools.cached_property
+    def _offered(self) -> frozenset[str]:
+        """The demands of a problem that are met."""
+        met = {name for name in DEMANDS if getattr(self, name)}
+        if not self.deterministic:
+            met.discard("deterministic_backward")
+        return frozenset(met)
 
     @functools.cached_property
     def _checked(self) -> dict[tuple[object, ...], tuple[Reason, ...]]:
@@ -162,33 +196,11 @@ class Capabilities:
             yield Reason("value dim", f"{p.value_dim} for head dim {p.head_dim}", "equal ones")
 
     def _features(self, p: Problem) -> Iterator[Reason]:
-        for fact, wanted, can, got, takes in (
-            ("GQA", p.gqa, self.gqa, f"{p.heads} query and {p.kv_heads} key/value heads",
-             "as many key/value as query heads"),
-            ("bias gradient", p.bias_grad, self.bias_grad, "a bias that needs a gradient",
-             "biases without gradient"),
-            ("scale", p.scale is not None, self.scale, f"scale={p.scale}", "1/sqrt(head dim)"),
-            ("soft cap", p.softcap is not None, self.softcap, f"softcap={p.softcap}", "none"),
-            ("sinks", p.sinks > 0, self.sinks, f"{p.sinks} sinks a head", "none"),
-            ("sinks gradient", p.sinks_grad, self.sinks_grad, "sinks that need a gradient",
-             "sinks without gradient"),
-            ("dropout", p.dropout_p > 0, self.dropout, f"dropout_p={p.dropout_p}", "0"),
-            ("lse", p.lse, self.lse, "return_lse=True", "no log-sum-exp output"),
-            ("backward", p.grad, self.backward, "inputs that need gradients", "inference only"),
-            ("determinism", p.deterministic, self.deterministic, "deterministic=True",
-             "no promise of bitwise equal results"),
-            ("determinism", p.deterministic and p.grad and self.deterministic,
-             self.deterministic_backward, "deterministic=True with gradients",
-             "no promise of bitwise equal gradients"),
-            ("strides", not p.contiguous, self.strided, "a last dim that is not contiguous",
-             "contiguous last dims"),
-            ("torch.compile", p.compiled, self.compiled, "a call traced by the compiler",
-             "eager calls"),
-            ("paged keys", p.paged is not None, self.paged, f"keys in pages of {p.paged}",
-             "keys in one array"),
-        ):  # fmt: skip
-            if wanted and not can:
-                yield Reason(fact, got, takes)
+        for name in sorted(p.demands - self._offered, key=list(DEMANDS).index):
+            if name == "deterministic_backward" and not self.deterministic:
+                continue  # said already
+            fact, got, takes = DEMANDS[name]
+            yield Reason(fact, got.format(p=p), takes)
 
 
 _MOST_CHECKED = 256

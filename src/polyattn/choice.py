@@ -22,6 +22,7 @@ from polyattn.selection import Selection
 __all__ = ["Plan", "choose", "current_wishes", "plan_for", "prepared", "wishes"]
 
 Kernel = Callable[..., Any]
+_NOTHING = Request()
 
 
 @dataclass(frozen=True)
@@ -42,28 +43,31 @@ class Plan:
 
 def wishes(
     backend: Any = None, layer: frozenset[str] | None = None, scope: str | None = None,
-    module: str | None = None,
+    module: str | None = None, left: frozenset[str] | None = None,
 ) -> Wishes:  # fmt: skip
     """Gather everything that is asked for; unknown names raise UnknownBackend.
 
     `backend`: as given to the call. `layer`: what the layer supports. `scope`, `module`: what is in
-    force around the call, encoded, as a compiler's guards hold them.
+    force around the call, encoded, as a compiler's guards hold them. `left`: as in :class:`Wishes`.
     """
     forced = scopes.state.forced
     env = settings.current().backend
     policy = (module or "").partition("\n")[0]
     return Wishes(
-        forced=Request(registry.expand(forced, asked_by="force")) if forced else Request(),
-        call=Request() if backend is None else Request.make(_names(backend)),
-        scope=Request.decode(scope or ""),
-        module=Request.decode("" if policy == "-" else policy),
-        env=Request(registry.expand(env, asked_by="POLYATTN_BACKEND")) if env else Request(),
+        forced=Request(registry.expand(forced, asked_by="force")) if forced else _NOTHING,
+        call=_NOTHING if backend is None else Request.make(_names(backend)),
+        scope=Request.decode(scope) if scope else _NOTHING,
+        module=_NOTHING if policy in ("", "-") else Request.decode(policy),
+        env=Request(registry.expand(env, asked_by="POLYATTN_BACKEND")) if env else _NOTHING,
         layer=layer,
+        left=left,
         on_unsupported=settings.current().on_unsupported,
     )
 
 
-def current_wishes(backend: Any = None, layer: frozenset[str] | None = None) -> Wishes:
+def current_wishes(
+    backend: Any = None, layer: frozenset[str] | None = None, left: frozenset[str] | None = None
+) -> Wishes:
     """Gather everything that is asked for here: at the call, by its layer, and all around it.
 
     >>> from polyattn import use_backend
@@ -71,7 +75,7 @@ def current_wishes(backend: Any = None, layer: frozenset[str] | None = None) -> 
     ...     [(str(source), request.names) for source, request in current_wishes().ordered()]
     [('SCOPE', ('flex',))]
     """
-    return wishes(backend, layer, scopes.current_scope(), scopes.local.module)
+    return wishes(backend, layer, scopes.current_scope(), scopes.local.module, left)
 
 
 def _names(backend: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
@@ -139,6 +140,23 @@ class Problem:
         return tuple(getattr(self, name) for name in _BESIDE_LENGTHS)
 
     @functools.cached_property
+    def demands(self) -> frozenset[str]:
+        """What the problem asks for that a backend has to declare, as `Capabilities` names it.
+
+        >>> Problem(
+        ...     batch=1, q_len=1, kv_len=9, heads=4, kv_heads=1, head_dim=8, scale=1.0
+        ... ).demands == {"gqa", "scale"}
+        True
+        """
+        asked = (
+            self.heads != self.kv_heads, self.bias_grad, self.scale is not None,
+            self.softcap is not None, self.sinks > 0, self.sinks_grad, self.dropout_p > 0, self.lse,
+            self.grad, self.deterministic, self.deterministic and self.grad, not self.contiguous,
+            self.compiled, self.paged is not None,
+        )  # fmt: skip
+        return frozenset(itertools.compress(DEMANDS, asked))
+
+    @functools.cached_property
     def class_sizes(self) -> tuple[int, int, int]:
         """Batch, T and S as a class of problems has them: rounded up to powers of two.
 
@@ -213,6 +231,25 @@ def rounded_up(size: int) -> int:
     return size if size <= 2 else 1 << (size - 1).bit_length()
 
 
+DEMANDS: dict[str, tuple[str, str, str]] = {
+    # as Capabilities calls it: the fact, what was got, what is taken without it
+    "gqa": ("GQA", "{p.heads} query and {p.kv_heads} key/value heads",
+            "as many key/value as query heads"),
+    "bias_grad": ("bias gradient", "a bias that needs a gradient", "biases without gradient"),
+    "scale": ("scale", "scale={p.scale}", "1/sqrt(head dim)"),
+    "softcap": ("soft cap", "softcap={p.softcap}", "none"),
+    "sinks": ("sinks", "{p.sinks} sinks a head", "none"),
+    "sinks_grad": ("sinks gradient", "sinks that need a gradient", "sinks without gradient"),
+    "dropout": ("dropout", "dropout_p={p.dropout_p}", "0"),
+    "lse": ("lse", "return_lse=True", "no log-sum-exp output"),
+    "backward": ("backward", "inputs that need gradients", "inference only"),
+    "deterministic": ("determinism", "deterministic=True", "no promise of bitwise equal results"),
+    "deterministic_backward": ("determinism", "deterministic=True with gradients",
+                               "no promise of bitwise equal gradients"),
+    "strided": ("strides", "a last dim that is not contiguous", "contiguous last dims"),
+    "compiled": ("torch.compile", "a call traced by the compiler", "eager calls"),
+    "paged": ("paged keys", "keys in pages of {p.paged}", "keys in one array"),
+}  # fmt: skip
 _BESIDE_LENGTHS = tuple(
     field.name for field in fields(Problem) if field.name not in ("batch", "q_len", "kv_len")
 )

@@ -241,6 +241,10 @@ class Registry:
         return list(dict.fromkeys(framework for framework, name in every if name == spelling))
 
     def _one(self, name: object, framework: str | None, *, asked_by: str) -> Backend:
+        if type(name) is str and framework is not None:
+            found = self._backends.get((framework, name))  # no group has the name of a backend
+            if found is not None:
+                return found
         spelling = self.known(name, asked_by=asked_by, framework=framework)
         homes = [framework] if framework else self._frameworks(spelling)
         if len(homes) > 1:

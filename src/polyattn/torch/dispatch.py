@@ -122,7 +122,7 @@ def resolve(way: Way, q: Any, k: Any, v: Any, backend: Any) -> tuple[Plan, Call]
 
 def wishes_here(backend: Any = None, layer: frozenset[str] | None = None) -> Wishes:
     """Gather what is asked for here, and what torch's own switches leave to choose from."""
-    return replace(current_wishes(backend, layer), left=switched_on())
+    return current_wishes(backend, layer, switched_on())
 
 
 def switched_on() -> frozenset[str] | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from polyattn.admission.masks import Lengths
 from polyattn.admission.masks import check_mask as check_arrays
 from polyattn.biases import Alibi, Bias
-from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed
+from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed, Padding
 from polyattn.torch.internals import (
     are_transforms_active,
     dispatch_modes,
@@ -94,7 +94,17 @@ def bind_mask(mask: Mask, device: torch.device) -> Mask:
         array = torch.as_tensor(payload, device=device)
         return array if array.numel() else array.to(torch.bool if name == "mask" else torch.int32)
 
-    return mask if mask.is_static else mask.map(move)
+    if all(_is_bound(leaf, device) for leaf in mask.leaves()):
+        return mask
+    return mask.map(move)
+
+
+def _is_bound(leaf: Mask, device: torch.device) -> bool:
+    """Whether a mask has arrays of its device alone, or none: a new one would say the same."""
+    return leaf.static or (
+        type(leaf) in (Padding, Dense)
+        and all(x is None or (isinstance(x, Tensor) and x.device == device) for x in leaf.arguments)
+    )
 
 
 def check_mask(mask: Mask, lengths: Lengths) -> None:

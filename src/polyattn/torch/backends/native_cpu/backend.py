@@ -19,12 +19,13 @@ from polyattn.biases import Alibi
 from polyattn.native import module
 from polyattn.native.forms import isa_for
 from polyattn.problem import Problem
-from polyattn.torch.backends.native_cpu.arguments import DTYPES, program_of, terms_of
+from polyattn.torch.backends.native_cpu.arguments import DTYPES, program_of
 from polyattn.torch.backends.native_cpu.autograd import attend
 from polyattn.torch.backends.native_cpu.calls import Constants, Extras, forward
 from polyattn.torch.backends.native_cpu.levels import PLAIN, WATCHERS
 from polyattn.torch.backends.native_cpu.operator import native_attention
 from polyattn.torch.backends.native_cpu.paged import paged_kernel
+from polyattn.torch.backends.native_cpu.short_masks import is_short, terms_reader
 from polyattn.torch.internals import dual_levels, is_lazy_copy, is_watched
 
 __all__ = ["load"]
@@ -32,8 +33,6 @@ __all__ = ["load"]
 Kernel = Callable[..., Any]
 EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """How C reads a tensor without a Python call. It would copy what is to be copied on write only."""
-
-_STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})  # masks without arrays
 
 
 def load() -> Callable[[Problem, Mapping[str, Any]], Kernel]:
@@ -55,16 +54,10 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
     eager = _eager_kernel(problem, constants, trains, by_operator)
     plainest = problem.contiguous and problem.layout != "packed"
     small = not (problem.sinks or problem.lse or trains)
-    if plainest and small and _has_short_arrays(problem) and EXCHANGE is not None:
+    short = is_short(problem) and (problem.bias is None or problem.bias.startswith("DenseBias("))
+    if plainest and small and short and EXCHANGE is not None:
         return _bare_kernel(problem, constants, eager)
     return eager
-
-
-def _has_short_arrays(problem: Problem) -> bool:
-    """Say whether mask and bias are what the extension reads by itself."""
-    mask, bias = problem.mask, problem.bias
-    known = mask is None or mask.kinds <= _STATIC or mask.kinds == {"Dense"}
-    return known and (bias is None or bias.startswith("DenseBias("))
 
 
 def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Kernel:
@@ -184,7 +177,7 @@ def _arrays_of(problem: Problem) -> Callable[..., Any] | None:
 
 
 def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
-    """The shortest way: inference, contiguous last dims, and masks and biases of one array at most.
+    """The shortest way: inference, contiguous last dims, short masks, biases of one array.
 
     All that the problem fixes is made here once; the extension asks the tensors for the rest, and
     for their batch and lengths, in which a problem stands for others.
@@ -197,13 +190,11 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
     rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
     asked, place, empty_like = raw(variable), isa_for(*rows), torch.empty_like
-    # of a mask without arrays always the same
-    terms: Any = None if problem.mask is not None and problem.mask.kinds <= _STATIC else ()
+    read = terms_reader(problem, layout)
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        nonlocal terms
         if not (
             type(q) in plain and type(k) in plain and type(v) in plain
             and not functorch() and not modes() and not recorded() and tracing() is None
@@ -211,14 +202,12 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
             and not (lazy(q) or lazy(k) or lazy(v))
         ):  # fmt: skip
             return careful(q, k, v, mask, bias, sinks)
-        terms = (
-            terms_of(program_of(mask, q, k, layout)[0], (), layout)[0] if terms is None else terms
-        )
         out = empty_like(q) if alike and (q.is_contiguous() or not rows_first) else None
         if out is None or out.stride(3) != 1:  # that of rows that overlap may be another
             out = q.new_empty((*q.shape[:3], last))
         isa = place if raw(variable) is asked else isa_for(*rows)
         try:
+            terms, _held = ((), None) if read is None else read(mask, q, k)
             allowed, added = (None, None) if arrays is None else arrays(mask, bias, q, k, v)
             run(
                 exchange, isa, threads(), code, rows_first, scale, softcap, q, k, v, out, terms,
