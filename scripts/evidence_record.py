@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyattn.evidence.kinds import KINDS, is_small, kind_of
-from polyattn.evidence.machine import release_of
-from polyattn.evidence.records import SCHEMA, parse
 from polyattn.problem import MaskFacts, Problem
-from polyattn.processor import level_of
+from polyattn.problem.processor import level_of
+from polyattn.selection.evidence.kinds import KINDS, is_small, kind_of
+from polyattn.selection.evidence.machine import release_of
+from polyattn.selection.evidence.records import SCHEMA, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "src" / "polyattn" / "evidence" / "records"

@@ -12,8 +12,8 @@ from typing import Any
 
 from polyattn import settings
 from polyattn.bench.cpu.cases import CASES
-from polyattn.capabilities import ALL_MASKS, Capabilities
-from polyattn.registry import Backend, Registry, registry
+from polyattn.selection.capabilities import ALL_MASKS, Capabilities
+from polyattn.selection.registry import Backend, Registry, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- {}: made by scripts/readme_tables.py --write -->"

@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def native_kernels_are_the_faster() -> Iterator[None]:
     """Let choices rest on the same evidence wherever the tests run, and nothing be calibrated."""
-    from polyattn.evidence import KINDS, Evidence, Figure
-    from polyattn.evidence.here import assume
+    from polyattn.selection.evidence import KINDS, Evidence, Figure
+    from polyattn.selection.evidence.here import assume
 
     figure = Figure(1.3, 1.4, 1.5, "as these tests assume")
     dtypes = ("float32", "bfloat16", "float16")

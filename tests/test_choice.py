@@ -15,22 +15,20 @@ from polyattn import (
     PolyattnError,
     Problem,
     Unsupported,
-    platforms,
     set_backend,
-    tables,
     use_backend,
 )
-from polyattn.capabilities import Capabilities
-from polyattn.choice import Plan, choose, current_wishes, plan_for, prepared
-from polyattn.decide import Wishes
-from polyattn.platforms import Platform, find_platform, platform_of, register_platform
-from polyattn.registry import Available, Backend, registry
-from polyattn.requests import Request
-from polyattn.results import FirstResult
-from polyattn.selection import Rejected, Source
+from polyattn.selection import Rejected, Source, platforms
+from polyattn.selection.capabilities import Capabilities
+from polyattn.selection.choice import Plan, choose, current_wishes, plan_for, prepared
+from polyattn.selection.decide import Wishes
+from polyattn.selection.first_result import FirstResult
+from polyattn.selection.platforms import Platform, find_platform, platform_of, register_platform
+from polyattn.selection.registry import Available, Backend, registry
+from polyattn.selection.requests import Request
 from polyattn.torch import attention, explain
 from polyattn.torch import plan as plan_of_call
-from polyattn.tuning import Measurement
+from polyattn.tuning import Measurement, lookup
 
 PROBLEM = Problem(batch=1, q_len=4, kv_len=4, heads=2, kv_heads=2, head_dim=8)
 ASKED = Wishes(call=Request(("odd",)))
@@ -78,11 +76,11 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def odd_is_fastest() -> Iterator[None]:
     """Let an automatic choice take `odd` first, by a measured time."""
     here = platform_of("torch")
-    key = tables.key_for(PROBLEM, here.device_description("cpu"), here.versions())
+    key = lookup.key_for(PROBLEM, here.device_description("cpu"), here.versions())
     row = Measurement("odd", "{}", 2e-9, 1e-9, 3e-9, 9, 0.0, 1.0, True)
-    tables.table().record(key, [row])
+    lookup.table().record(key, [row])
     yield
-    tables.table().forget()
+    lookup.table().forget()
 
 
 # What is asked for -------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ def jaxs_front() -> Iterator[Platform]:
     register_platform(front)
     yield front
     del platforms._registered["jax"]
-    tables.table().forget()
+    lookup.table().forget()
 
 
 def test_measured_times_are_those_of_the_problem_s_framework(
@@ -157,9 +155,9 @@ def test_measured_times_are_those_of_the_problem_s_framework(
     assert choose(jaxs, Wishes()).backend == "first"
     assert "no row for jax on cpu" in choose(jaxs, Wishes()).reason
     torchs = explain(PROBLEM).backend
-    key = tables.key_for(jaxs, jaxs_front.device_description("cpu"), jaxs_front.versions())
+    key = lookup.key_for(jaxs, jaxs_front.device_description("cpu"), jaxs_front.versions())
     row = Measurement("native_cpu", "{}", 2e-9, 1e-9, 3e-9, 9, 0.0, 1.0, True)
-    tables.table().record(key, [row])
+    lookup.table().record(key, [row])
     found = choose(jaxs, Wishes())
     assert (found.backend, found.source) == ("native_cpu", Source.TUNED)
     assert (explain(PROBLEM).backend, explain(PROBLEM).source) == (torchs, Source.HEURISTIC)

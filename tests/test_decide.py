@@ -7,13 +7,13 @@ import json
 import pytest
 
 from polyattn import Facts, Problem, Unsupported
-from polyattn.capabilities import Capabilities
-from polyattn.decide import Tuned, Wishes, select
 from polyattn.errors import PolyattnError, UnknownBackend
 from polyattn.problem import MaskFacts
-from polyattn.registry import Available, Backend, Missing, Registry
-from polyattn.requests import Request
 from polyattn.selection import Accepted, Rejected, Source
+from polyattn.selection.capabilities import Capabilities
+from polyattn.selection.decide import Tuned, Wishes, select
+from polyattn.selection.registry import Available, Backend, Missing, Registry
+from polyattn.selection.requests import Request
 
 SMALL = Problem(batch=1, q_len=8, kv_len=8, heads=2, kv_heads=2, head_dim=16)
 

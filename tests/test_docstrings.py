@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from polyattn.native import module as native
-from polyattn.registry import Missing
+from polyattn.selection.registry import Missing
 from tests.public_modules import import_or_skip, public_module_names
 
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL

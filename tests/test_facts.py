@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from polyattn import Facts, InvalidProblem, Problem, Unsupported
-from polyattn.capabilities import Capabilities
-from polyattn.choice import choose
-from polyattn.decide import Wishes, select
 from polyattn.native import instructions, module
-from polyattn.processor import instruction_sets
-from polyattn.registry import Available, Backend, Missing, Registry
-from polyattn.registry import registry as ours
-from polyattn.requests import Request
+from polyattn.problem.processor import instruction_sets
 from polyattn.selection import Accepted
+from polyattn.selection.capabilities import Capabilities
+from polyattn.selection.choice import choose
+from polyattn.selection.decide import Wishes, select
+from polyattn.selection.registry import Available, Backend, Missing, Registry
+from polyattn.selection.registry import registry as ours
+from polyattn.selection.requests import Request
 
 PROBLEM = Problem(batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8, head_dim=64)
 

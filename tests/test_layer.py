@@ -19,7 +19,7 @@ from torch import nn
 
 from polyattn import InvalidProblem, UnknownBackend, record_selections
 from polyattn.layer import AttentionBackend, AttentionImpl, backend_class
-from polyattn.registry import registry
+from polyattn.selection.registry import registry
 from polyattn.selector import get_attn_backend
 from polyattn.torch import attention
 

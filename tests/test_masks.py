@@ -21,7 +21,7 @@ from polyattn import (
     Segments,
     Window,
 )  # fmt: skip
-from polyattn.simplify import key_range, sees_every_row, simplify
+from polyattn.masks.simplify import key_range, sees_every_row, simplify
 
 COUNTS = st.one_of(st.none(), st.integers(0, 6))
 LEAVES = st.one_of(

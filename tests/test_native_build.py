@@ -17,7 +17,7 @@ import pytest
 from polyattn import MissingDependency, SettingsError, __version__, settings
 from polyattn.cli import main
 from polyattn.native import module
-from polyattn.registry import Available, Missing, registry
+from polyattn.selection.registry import Available, Missing, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = isinstance(module.status(), Available)

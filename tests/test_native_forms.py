@@ -14,7 +14,7 @@ import pytest
 from polyattn import settings
 from polyattn.native import forms, module
 from polyattn.native.forms import BFLOAT16, FEW_ROWS, Form, chosen, few_rows, isa_for, peaks
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = isinstance(module.status(), Available)

@@ -37,7 +37,7 @@ from polyattn import (
 from polyattn.masks import Index
 from polyattn.native import module
 from polyattn.native.program import MOST_TERMS, encode
-from polyattn.registry import Available, Missing
+from polyattn.selection.registry import Available, Missing
 
 B, N, K, T, S, H, V = 2, 4, 2, 19, 23, 20, 12
 DTYPES = {

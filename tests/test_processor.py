@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyattn.processor import Identity, _identity, identity, instruction_sets, level_of
+from polyattn.problem.processor import Identity, _identity, identity, instruction_sets, level_of
 
 AMD = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "1", "stepping": "1"}
 ARM = {"CPU implementer": "0x41", "CPU part": "0xd40", "CPU variant": "0x1", "CPU revision": "1"}

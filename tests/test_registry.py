@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from polyattn import Problem, UnknownBackend, Unsupported
-from polyattn.capabilities import Capabilities, Reason
-from polyattn.decide import Wishes, select
 from polyattn.errors import PolyattnError
-from polyattn.registry import Available, Backend, Missing, Registry
-from polyattn.requests import Request
 from polyattn.selection import Accepted, Rejected
+from polyattn.selection.capabilities import Capabilities, Reason
+from polyattn.selection.decide import Wishes, select
+from polyattn.selection.registry import Available, Backend, Missing, Registry
+from polyattn.selection.requests import Request
 
 TORCH = Problem(batch=1, q_len=8, kv_len=8, heads=2, kv_heads=2, head_dim=16)
 JAX = TORCH.with_(framework="jax")
@@ -147,9 +147,9 @@ def test_nobody_takes_an_in_tree_name_before_the_first_call() -> None:
     said = in_new_process(
         """
         import sys
-        from polyattn.capabilities import Capabilities
+        from polyattn.selection.capabilities import Capabilities
         from polyattn.errors import PolyattnError
-        from polyattn.registry import Available, Backend, register, registry
+        from polyattn.selection.registry import Available, Backend, register, registry
 
         can = Capabilities(devices={"cpu"}, dtypes={"float32"})
         for name in ("native_cpu", "torch_sdpa"):

@@ -20,7 +20,7 @@ from polyattn import (
     use_backend,
 )
 from polyattn.layer import AttentionBackend
-from polyattn.registry import IN_TREE, registry
+from polyattn.selection.registry import IN_TREE, registry
 from polyattn.selector import (
     NO_REQUEST,
     AttentionBackendEnum,

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from polyattn import SettingsError, scopes, settings
+from polyattn import SettingsError, settings
 from polyattn.problem import MaskFacts, Problem
-from polyattn.tables import problem_class
+from polyattn.selection import scopes
+from polyattn.tuning.lookup import problem_class
 
 
 def test_defaults_and_values() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from polyattn import UnknownBackend, record_selections, set_backend, use_backend
-from polyattn.registry import registry
+from polyattn.selection.registry import registry
 from polyattn.selector import (
     AttentionBackendEnum,
     get_attn_backend,

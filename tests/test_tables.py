@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polyattn import Problem, tables
-from polyattn.tuning import Key, Measurement, TuningTable
+from polyattn import Problem
+from polyattn.tuning import Key, Measurement, TuningTable, lookup
 
 P = Problem(batch=3, q_len=100, kv_len=100, heads=8, kv_heads=8, head_dim=64)
 DEVICE, VERSIONS = "cpu:of these tests", "polyattn=0 torch=0"
@@ -24,17 +24,17 @@ def row(backend: str = "sdpa_flash", seconds: float = 1e-3, verified: bool = Tru
 @pytest.fixture(autouse=True)
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TuningTable]:
     monkeypatch.setenv("POLYATTN_CACHE_DIR", str(tmp_path))
-    yield tables.table()
-    tables.table().close()
-    tables._tables.pop(str(tmp_path))
+    yield lookup.table()
+    lookup.table().close()
+    lookup._tables.pop(str(tmp_path))
 
 
 def found(problem: Problem = P) -> list[str]:
-    return [one.backend for one in tables.measured(problem, DEVICE, VERSIONS)]
+    return [one.backend for one in lookup.measured(problem, DEVICE, VERSIONS)]
 
 
 def test_what_this_process_writes_is_seen_at_once(table: TuningTable) -> None:
-    key = tables.key_for(P, DEVICE, VERSIONS)
+    key = lookup.key_for(P, DEVICE, VERSIONS)
     assert found() == []
     table.record(key, [row("slow", 2.0), row("fast", 1.0), row("wrong", 0.1, verified=False)])
     assert found() == found(P.with_(batch=4, q_len=128)) == ["fast", "slow"]
@@ -46,11 +46,11 @@ def test_what_this_process_writes_is_seen_at_once(table: TuningTable) -> None:
 def test_the_file_is_not_read_again_while_nothing_changes(
     table: TuningTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table.record(tables.key_for(P, DEVICE, VERSIONS), [row()])
-    held = tables.stored(DEVICE, VERSIONS)
-    monkeypatch.setattr(tables, "_LOOK_EVERY_S", 0.0)
+    table.record(lookup.key_for(P, DEVICE, VERSIONS), [row()])
+    held = lookup.stored(DEVICE, VERSIONS)
+    monkeypatch.setattr(lookup, "_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(TuningTable, "rows", None)  # nobody may ask
-    assert tables.stored(DEVICE, VERSIONS) is held and found() == ["sdpa_flash"]
+    assert lookup.stored(DEVICE, VERSIONS) is held and found() == ["sdpa_flash"]
     assert found(P.with_(kv_len=128)) == ["sdpa_flash"]
 
 
@@ -63,17 +63,17 @@ def test_what_another_process_writes_is_seen(
         "TuningTable(sys.argv[1]).record(Key(*sys.argv[2:]), "
         "[Measurement('flex', '{}', 1., 1., 1., 9, 0., 1., True)])"
     )
-    key = tables.key_for(P, DEVICE, VERSIONS)
+    key = lookup.key_for(P, DEVICE, VERSIONS)
     arguments = (str(tmp_path / "tuning.sqlite3"), key.device, key.versions, key.problem)
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
-    monkeypatch.setattr(tables, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(lookup, "_LOOK_EVERY_S", 0.0)
     assert found() == ["flex"]
 
 
 def test_another_cache_directory_is_another_table(
     table: TuningTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table.record(tables.key_for(P, DEVICE, VERSIONS), [row()])
+    table.record(lookup.key_for(P, DEVICE, VERSIONS), [row()])
     assert found() == ["sdpa_flash"]
     monkeypatch.setenv("POLYATTN_CACHE_DIR", str(tmp_path / "other"))
     assert found() == [] and not (tmp_path / "other").exists()
@@ -84,18 +84,18 @@ def test_another_cache_directory_is_another_table(
 def test_a_file_that_is_damaged_later_gives_no_times(
     table: TuningTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table.record(tables.key_for(P, DEVICE, VERSIONS), [row()])
+    table.record(lookup.key_for(P, DEVICE, VERSIONS), [row()])
     assert found() == ["sdpa_flash"]
     table.close()
-    tables._tables.pop(str(tmp_path))
+    lookup._tables.pop(str(tmp_path))
     (tmp_path / "tuning.sqlite3").write_bytes(b"nothing of the kind" * 200)
-    monkeypatch.setattr(tables, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(lookup, "_LOOK_EVERY_S", 0.0)
     assert found() == []
-    assert any("damaged" in line for line in tables.table().notices)
+    assert any("damaged" in line for line in lookup.table().notices)
 
 
 def test_only_the_rows_of_one_device_are_read(table: TuningTable) -> None:
-    key = tables.key_for(P, DEVICE, VERSIONS)
+    key = lookup.key_for(P, DEVICE, VERSIONS)
     other = Key("cpu:another", VERSIONS, key.problem)
     assert table.record_all([(key, row()), (other, row("flex"))]) == 2
     assert [k.device for k, _ in table.rows(DEVICE)] == [DEVICE]
@@ -105,7 +105,7 @@ def test_only_the_rows_of_one_device_are_read(table: TuningTable) -> None:
 
 
 def test_a_choice_opens_no_database(table: TuningTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    table.record(tables.key_for(P, DEVICE, VERSIONS), [row()])
+    table.record(lookup.key_for(P, DEVICE, VERSIONS), [row()])
     found()
     monkeypatch.setattr(sqlite3, "connect", None)
     monkeypatch.setattr(table._storage, "_connection", None)

@@ -12,7 +12,6 @@ To pytest, which loads our plugin: PYTEST_DONT_REWRITE, no test is in here.
 
 from __future__ import annotations
 
-from polyattn.biases import Alibi, DenseBias
 from polyattn.errors import (
     InvalidProblem,
     MissingDependency,
@@ -24,7 +23,6 @@ from polyattn.errors import (
     UnknownBackend,
     Unsupported,
 )
-from polyattn.facts import Facts
 from polyattn.masks import (
     BlockMap,
     Causal,
@@ -37,10 +35,12 @@ from polyattn.masks import (
     Segments,
     Window,
 )
+from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.numpy_front import numpy_attention
 from polyattn.problem import Problem
-from polyattn.requests import record_selections, set_backend, use_backend
+from polyattn.problem.machine import Facts
 from polyattn.selection import Selection
+from polyattn.selection.requests import record_selections, set_backend, use_backend
 
 __version__ = "0.1.0"
 

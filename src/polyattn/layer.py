@@ -13,8 +13,8 @@ from polyattn.metadata import (
     mask_and_bias,
     says_nothing,
 )
-from polyattn.platforms import platform_of
-from polyattn.registry import registry
+from polyattn.selection.platforms import platform_of
+from polyattn.selection.registry import registry
 
 __all__ = [
     "AttentionBackend",

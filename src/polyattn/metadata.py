@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields
 from numbers import Number
 from typing import Any
 
-from polyattn.biases import Bias, DenseBias
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.masks import Causal, Dense, Mask
-from polyattn.payload import dtype_name, shape_of
+from polyattn.masks.biases import Bias, DenseBias
+from polyattn.masks.payload import dtype_name, shape_of
 
 __all__ = ["AttentionMetadata", "AttentionMetadataBuilder", "mask_and_bias", "says_nothing"]
 

@@ -13,8 +13,8 @@ from polyattn.errors import MissingDependency
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from polyattn.biases import Bias
     from polyattn.masks import Mask
+    from polyattn.masks.biases import Bias
 
 __all__ = ["numpy_attention"]
 

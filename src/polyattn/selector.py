@@ -1,7 +1,7 @@
 """The backend selector of video model code bases, by their names, on polyattn's one mechanism.
 
-``global_force_attn_backend`` is the strongest of the seven sources (see `polyattn.decide`); what
-these functions set and show is the very state that ``attention(...)`` obeys.
+``global_force_attn_backend`` is the strongest of the seven sources (see `polyattn.selection`);
+what these functions set and show is the very state that ``attention(...)`` obeys.
 
 Source: FastVideo's ``fastvideo.attention.selector`` (Apache-2.0), whose names these are.
 """
@@ -16,17 +16,17 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, Final
 
-from polyattn import scopes, settings
-from polyattn.capabilities import Reason
-from polyattn.choice import choose, current_wishes
+from polyattn import settings
 from polyattn.errors import InvalidProblem, UnknownBackend
 from polyattn.layer import AttentionBackend, backend_class, checked_size
-from polyattn.platforms import platform_of
 from polyattn.problem import Problem
-from polyattn.registry import registry
-from polyattn.requests import Request
-from polyattn.selection import Accepted, Decision, Rejected, Selection, Source
-from polyattn.spelling import is_of_the_field, spelt
+from polyattn.selection import Accepted, Decision, Rejected, Selection, Source, scopes
+from polyattn.selection.capabilities import Reason
+from polyattn.selection.choice import choose, current_wishes
+from polyattn.selection.platforms import platform_of
+from polyattn.selection.registry import registry
+from polyattn.selection.requests import Request
+from polyattn.selection.spelling import is_of_the_field, spelt
 
 __all__ = [
     "NO_REQUEST",

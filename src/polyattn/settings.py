@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from polyattn import scopes
+from polyattn import epoch
 from polyattn.errors import SettingsError, near_matches
 
 __all__ = [
@@ -231,7 +231,7 @@ def current() -> Settings:
         known = _current is not None
         _current, _read = Settings.parse(os.environ), found
         if known:
-            scopes.invalidate()
+            epoch.invalidate()
     return _current
 
 
@@ -250,7 +250,7 @@ def reload() -> Settings:
     global _current
     _current = None
     settings = current()
-    scopes.invalidate()
+    epoch.invalidate()
     return settings
 
 

@@ -26,7 +26,7 @@ from polyattn.bench.cpu.ways import Way, flex, folded, ours, step, torch_ways
 from polyattn.bench.cpu.yardsticks import Yardsticks
 from polyattn.errors import PolyattnError
 from polyattn.native import module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch.masking import Dims, materialise
 
 BUILT = isinstance(module.status(), Available)
@@ -218,7 +218,8 @@ def test_goals_are_judged_by_ratio_bandwidth_and_result() -> None:
 
 
 def test_a_backend_that_does_not_run_is_not_timed_as_another(monkeypatch) -> None:
-    from polyattn import scopes, settings
+    from polyattn import settings
+    from polyattn.selection import scopes
 
     case = Case("value", Size(1, 2, 2, 8, 8, 16))
     monkeypatch.setenv("POLYATTN_ON_UNSUPPORTED", "fallback")

@@ -20,7 +20,7 @@ from polyattn.bench.harm import run as harm
 from polyattn.bench.overhead import measure
 from polyattn.errors import PolyattnError
 from polyattn.native import module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch.flags import snapshot
 
 BACKEND = run.BACKEND if isinstance(module.status(), Available) else "sdpa_flash"

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from polyattn import settings, tables
+from polyattn import settings
 from polyattn.bench import main, records
 from polyattn.bench.cpu.cases import SHORT, Size
 from polyattn.bench.cpu.inputs import Inputs
@@ -22,12 +22,12 @@ from polyattn.bench.harm import calls, report, run
 from polyattn.bench.harm.problems import UserCase, chosen, problems
 from polyattn.errors import PolyattnError
 from polyattn.native import module
-from polyattn.platforms import find_platform
-from polyattn.registry import Available
 from polyattn.selection import Source
+from polyattn.selection.platforms import find_platform
+from polyattn.selection.registry import Available
 from polyattn.torch import explain
 from polyattn.torch.door import admit
-from polyattn.tuning import Measurement
+from polyattn.tuning import Measurement, lookup
 
 BUILT = isinstance(module.status(), Available)
 TINY = "tiny decode (1,4,1x32,32) fp32"
@@ -200,8 +200,8 @@ def tuned_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User
     call = admit(
         inputs.q, inputs.k, inputs.v, **options, dropout_p=0.0, layout="BNTH", return_lse=False
     )
-    key = tables.key_for(call.problem, platform.device_description("cpu"), platform.versions())
-    tables.table().record(key, [_measurement("reference", 1e-7), _measurement("sdpa_flash", 1.0)])
+    key = lookup.key_for(call.problem, platform.device_description("cpu"), platform.versions())
+    lookup.table().record(key, [_measurement("reference", 1e-7), _measurement("sdpa_flash", 1.0)])
     yield case
     monkeypatch.undo()
     settings.reload()

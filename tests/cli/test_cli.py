@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polyattn.capabilities import Capabilities
 from polyattn.cli import main
-from polyattn.registry import Backend, Missing, registry
+from polyattn.selection.capabilities import Capabilities
+from polyattn.selection.registry import Backend, Missing, registry
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 PROGRAM = """

@@ -10,11 +10,11 @@ pytest.importorskip("torch")
 
 from polyattn.cli.doctor import main
 from polyattn.cli.doctor_evidence import evidence_report, evidence_rows
-from polyattn.evidence import UNMEASURED, Evidence, Figure
-from polyattn.evidence.here import assume
-from polyattn.evidence.records import shipped
-from polyattn.evidence.rows import SOURCE
-from polyattn.registry import Available, registry
+from polyattn.selection.evidence import UNMEASURED, Evidence, Figure
+from polyattn.selection.evidence.here import assume
+from polyattn.selection.evidence.records import shipped
+from polyattn.selection.evidence.rows import SOURCE
+from polyattn.selection.registry import Available, registry
 
 pytestmark = pytest.mark.skipif(
     not isinstance(registry.probe(("torch", "native_cpu")), Available),

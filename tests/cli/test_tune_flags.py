@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn import knobs, tables  # noqa: E402
+from polyattn import knobs  # noqa: E402
 from polyattn.cli import main  # noqa: E402
 from polyattn.problem import Problem  # noqa: E402
 from polyattn.torch.flags import snapshot  # noqa: E402
-from polyattn.tuning import Measurement, digest  # noqa: E402
+from polyattn.tuning import Measurement, digest, lookup  # noqa: E402
 
 P = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=8, layout="BNTH")
 
@@ -18,7 +18,7 @@ P = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=8, layou
 @pytest.fixture(autouse=True)
 def table():
     """The process's own table, empty before and after."""
-    found = tables.table()
+    found = lookup.table()
     found.forget()
     yield found
     found.forget()
@@ -26,7 +26,7 @@ def table():
 
 def record(table, backends, flags=None):
     rows = [Measurement(name, "{}", 2e-5, 1e-5, 3e-5, 20, 0.0, 1e-6, True) for name in backends]
-    table.record(tables.key_for(P, "cpu:test", "polyattn=0"), rows, flags)
+    table.record(lookup.key_for(P, "cpu:test", "polyattn=0"), rows, flags)
 
 
 def show(capsys):

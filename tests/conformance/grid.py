@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from polyattn.capabilities import Capabilities
 from polyattn.conformance import Case
+from polyattn.selection.capabilities import Capabilities
 
 # Small, so that a backend's whole grid takes seconds: one tile and a bit of every kernel we know.
 PLAIN = Case(seed=20, b=2, t=17, s=33, n=2, k=2, h=24, v=24, poison=True)

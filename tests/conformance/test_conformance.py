@@ -8,7 +8,7 @@ from polyattn import Causal, Dense, DenseBias, Full, Packed, Window
 from polyattn.conformance import Case, examine
 from polyattn.conformance.check import subject
 from polyattn.conformance.dropout import examine_dropout
-from polyattn.registry import Available, registry
+from polyattn.selection.registry import Available, registry
 from polyattn.torch import attention
 from tests.conformance.grid import grid
 from tests.conformance.strategies import cases

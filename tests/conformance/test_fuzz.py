@@ -18,7 +18,7 @@ from polyattn.conformance.inputs import build
 from polyattn.conformance.shrink import shrink
 from polyattn.errors import InvalidProblem, UnknownBackend
 from polyattn.problem import Problem
-from polyattn.registry import Available, Backend, registry
+from polyattn.selection.registry import Available, Backend, registry
 
 Spoil = Callable[[Problem, Any, tuple[Any, ...]], Any]
 Plant = Callable[..., str]

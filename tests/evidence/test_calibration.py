@@ -19,19 +19,19 @@ pytest.importorskip("torch")
 
 import torch
 
-from polyattn import Problem, record_selections, scopes, settings, tables
-from polyattn.choice import choose
+from polyattn import Problem, record_selections, settings
 from polyattn.cli.tune import main
-from polyattn.decide import Wishes
-from polyattn.evidence import KINDS, Machine, calibration, comparing, here
-from polyattn.evidence.comparing import BUSY
-from polyattn.evidence.rows import PREFIX, device_of
-from polyattn.platforms import Platform, platform_of, register_platform
-from polyattn.registry import Available, registry
-from polyattn.requests import Request
-from polyattn.selection import Selection
+from polyattn.selection import Selection, scopes
+from polyattn.selection.choice import choose
+from polyattn.selection.decide import Wishes
+from polyattn.selection.evidence import KINDS, Machine, calibration, comparing, here
+from polyattn.selection.evidence.comparing import BUSY
+from polyattn.selection.evidence.rows import PREFIX, device_of
+from polyattn.selection.platforms import Platform, platform_of, register_platform
+from polyattn.selection.registry import Available, registry
+from polyattn.selection.requests import Request
 from polyattn.torch import attention, explain
-from polyattn.tuning import Measurement
+from polyattn.tuning import Measurement, lookup
 
 pytestmark = pytest.mark.skipif(
     not isinstance(registry.probe(("torch", "native_cpu")), Available),
@@ -125,7 +125,7 @@ def chosen(problem: Problem = DENSE) -> Selection:
 
 
 def kept_rows() -> list[Any]:
-    return [row for row in tables.table().rows() if row[0].device.startswith(PREFIX)]
+    return [row for row in lookup.table().rows() if row[0].device.startswith(PREFIX)]
 
 
 # What it does ------------------------------------------------------------------------------------
@@ -160,14 +160,14 @@ def test_what_is_kept_is_no_time_of_a_problem(prober: StandIn) -> None:
     alike = Problem.from_json(key.problem)
     assert chosen(alike).source == "HEURISTIC"  # and not TUNED
     real = platform_of("torch")
-    assert tables.measured(alike, real.device_description("cpu"), real.versions()) == []
+    assert lookup.measured(alike, real.device_description("cpu"), real.versions()) == []
 
 
 def test_an_export_and_an_import_carry_it(prober: StandIn, tmp_path: Path) -> None:
     first = chosen().reason
-    tables.table().export_json(tmp_path / "times.json")
-    tables.table().forget()
-    assert tables.table().import_json(tmp_path / "times.json") == 2 * (len(KINDS) - 1)
+    lookup.table().export_json(tmp_path / "times.json")
+    lookup.table().forget()
+    assert lookup.table().import_json(tmp_path / "times.json") == 2 * (len(KINDS) - 1)
     as_in_a_new_process()
     prober.asked.clear()
     assert chosen().reason == first and prober.asked == []
@@ -201,9 +201,9 @@ def test_nothing_is_forgotten_where_torch_s_kernel_stays(prober: StandIn) -> Non
 
 def test_measured_times_win_over_it(prober: StandIn) -> None:
     real = platform_of("torch")
-    key = tables.key_for(DENSE, real.device_description("cpu"), real.versions())
+    key = lookup.key_for(DENSE, real.device_description("cpu"), real.versions())
     row = Measurement("sdpa_math", "{}", 2e-9, 1e-9, 3e-9, 9, 0.0, 1.0, True)
-    tables.table().record(key, [row])
+    lookup.table().record(key, [row])
     assert chosen().source == "TUNED" and prober.asked == []
 
 
@@ -359,10 +359,10 @@ def test_rows_that_make_no_sense_are_passed_over(prober: StandIn) -> None:
         '{"calibration":[],"dtype":"float32"}',
         '{"dtype":3}',
     ):
-        key = tables.Key(device, real.versions(), DENSE.to_json())
+        key = lookup.Key(device, real.versions(), DENSE.to_json())
         one = Measurement("native_cpu", config, 1.0, 1.0, 1.0, 2, 0.0, 1.0, True)
         two = Measurement("sdpa_flash", config, 9.0, 9.0, 9.0, 2, 0.0, 1.0, True)
-        tables.table().record(key, [one, two])
+        lookup.table().record(key, [one, two])
     assert here.in_force().figures == {}
     assert chosen().backend == "native_cpu" and prober.asked
 

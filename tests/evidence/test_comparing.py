@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from polyattn.evidence.comparing import BUSY, SCATTERED, Compared, compare, waited_s
+from polyattn.selection.evidence.comparing import BUSY, SCATTERED, Compared, compare, waited_s
 
 
 class Clock:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from polyattn import Facts, Problem
-from polyattn.choice import choose
-from polyattn.decide import Wishes, select
-from polyattn.evidence import UNMEASURED, Evidence, Figure, Machine
-from polyattn.evidence.records import find
-from polyattn.heuristics import EVIDENCE, ROWS
 from polyattn.problem import MaskFacts
-from polyattn.registry import registry
 from polyattn.selection import Selection, Source
+from polyattn.selection.choice import choose
+from polyattn.selection.decide import Wishes, select
+from polyattn.selection.evidence import UNMEASURED, Evidence, Figure, Machine
+from polyattn.selection.evidence.records import find
+from polyattn.selection.heuristics import EVIDENCE, ROWS
+from polyattn.selection.registry import registry
 from polyattn.torch import explain
 
 DENSE = Problem(batch=1, q_len=4096, kv_len=4096, heads=8, kv_heads=8, head_dim=64, layout="BNTH")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from polyattn.errors import PolyattnError
-from polyattn.evidence.records import parse, shipped
+from polyattn.selection.evidence.records import parse, shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "evidence_record.py"
 BENCH = ROOT / "benchmarks" / "results" / "amd-epyc-avx512-bf16-2-cores" / "cpu.json"
-FOLDER = resources.files("polyattn.evidence") / "records"
+FOLDER = resources.files("polyattn.selection.evidence") / "records"
 
 
 def convert(bench: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -125,7 +125,7 @@ def test_what_is_no_evidence_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": "polyattn.evidence/9"}, {"figures": {"float32": {"odd": {}}}},
+        {"schema": "polyattn.selection.evidence/9"}, {"figures": {"float32": {"odd": {}}}},
         {"figures": {"float64": {"dense": {"problems": 1, "low": 1, "median": 1, "high": 1}}}},
         {"figures": {"float32": {"dense": {"problems": 1, "low": 2, "median": 1, "high": 3}}}},
         {"figures": {"float32": {"dense": {"problems": 0, "low": 1, "median": 1, "high": 1}}}},

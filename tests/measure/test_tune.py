@@ -5,8 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
-from polyattn import Problem, knobs, tables, use_backend  # noqa: E402
-from polyattn.capabilities import ALL_MASKS, Capabilities  # noqa: E402
+from polyattn import Problem, knobs, use_backend  # noqa: E402
 from polyattn.integrations.recording import Case, Recorder  # noqa: E402
 from polyattn.integrations.sdpa_patch import route_sdpa  # noqa: E402
 from polyattn.measure.inputs import build  # noqa: E402
@@ -14,10 +13,11 @@ from polyattn.measure.results import TuningResult  # noqa: E402
 from polyattn.measure.timing import time_interleaved  # noqa: E402
 from polyattn.measure.tune import Bounds, tune  # noqa: E402
 from polyattn.problem import MaskFacts  # noqa: E402
-from polyattn.registry import Available, Backend, registry  # noqa: E402
+from polyattn.selection.capabilities import ALL_MASKS, Capabilities  # noqa: E402
+from polyattn.selection.registry import Available, Backend, registry  # noqa: E402
 from polyattn.torch import explain  # noqa: E402
 from polyattn.torch.flags import snapshot  # noqa: E402
-from polyattn.tuning import digest  # noqa: E402
+from polyattn.tuning import digest, lookup  # noqa: E402
 
 QUICK = Bounds(prepare_s=20.0, prepare_total_s=0.0, again=0)
 P = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=8, layout="BNTH")
@@ -30,9 +30,9 @@ def case(**changes):
 
 @pytest.fixture(autouse=True)
 def _clean_table():
-    tables.table().forget()
+    lookup.table().forget()
     yield
-    tables.table().forget()
+    lookup.table().forget()
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def stock(q, k, v, mask=None, bias=None, sinks=None):
 def test_the_fastest_right_backend_is_stored_and_chosen():
     result = tune([case()], bounds=QUICK)
     assert not result.interrupted
-    rows = tables.table().rows()
+    rows = lookup.table().rows()
     assert {row.backend for _, row in rows} >= {"sdpa_flash", "sdpa_math"}
     assert all(row.verified and row.repeats >= 5 for _, row in rows)
     chosen = explain(P)
@@ -80,16 +80,16 @@ def test_rows_say_under_which_flags_they_were_measured():
         in_force = snapshot()
     finally:
         torch.set_num_threads(before)
-    ((name, kept),) = tables.table().flags().items()
+    ((name, kept),) = lookup.table().flags().items()
     assert knobs.diff(kept, in_force) == {}
     assert knobs.diff(kept, snapshot())  # the threads, at least
-    assert {row.flags for _, row in tables.table().rows()} == {name}
+    assert {row.flags for _, row in lookup.table().rows()} == {name}
     assert {row.flags for row in result.classes[0].rows} == {name}
     plain = result.to_dict()
     assert set(plain["flags"]) == {name}
     assert {row["flags"] for row in plain["classes"][0]["rows"]} == {name}
     again = tune([case(head_dim=16, value_dim=16)], bounds=QUICK)
-    assert len(tables.table().flags()) == 2
+    assert len(lookup.table().flags()) == 2
     assert {row.flags for row in again.classes[0].rows} == {digest(snapshot())}
 
 
@@ -108,7 +108,7 @@ def test_a_fast_but_wrong_backend_is_never_chosen(backend):
     wrong = result.cases[0].of("fast_but_wrong")
     assert wrong.status == "wrong"
     assert wrong.median_s is None
-    stored = [row for _, row in tables.table().rows() if row.backend == "fast_but_wrong"]
+    stored = [row for _, row in lookup.table().rows() if row.backend == "fast_but_wrong"]
     assert [row.verified for row in stored] == [False]
     assert explain(P).backend != "fast_but_wrong"
 
@@ -147,7 +147,7 @@ def test_an_interrupt_keeps_what_is_done():
     tune([case(), case(head_dim=16, value_dim=16)], bounds=QUICK, progress=report, result=result)
     assert result.interrupted
     assert len(result.classes) == 1
-    assert tables.table().rows()
+    assert lookup.table().rows()
 
 
 @pytest.mark.parametrize(

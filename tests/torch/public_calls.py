@@ -167,7 +167,7 @@ def fuzzed(folder: Path) -> Any:
 def examined(folder: Path) -> None:
     from polyattn.conformance import Case, examine, random_case
     from polyattn.conformance.check import subject
-    from polyattn.registry import registry
+    from polyattn.selection.registry import registry
 
     case = random_case(random.Random(0))
     assert isinstance(case, Case)
@@ -192,20 +192,20 @@ def recorded(folder: Path) -> Any:
 
 
 def tuned(folder: Path) -> None:
-    from polyattn import tables
     from polyattn.integrations.recording import Case
     from polyattn.measure.tune import Bounds, tune
+    from polyattn.tuning import lookup
 
     try:
         tune([Case(P, None, (False,) * 3, None, calls=1)], bounds=Bounds(1, 2.0, 0.0, again=0))
         attend()
     finally:
-        tables.table().forget()
+        lookup.table().forget()
 
 
 def registered(folder: Path) -> None:
-    from polyattn.capabilities import ALL_MASKS, Capabilities, arch_number
-    from polyattn.registry import Available, Backend, register, registry
+    from polyattn.selection.capabilities import ALL_MASKS, Capabilities, arch_number
+    from polyattn.selection.registry import Available, Backend, register, registry
 
     can = Capabilities(
         devices={"cpu"}, dtypes={"float32"}, head_dims=(1, 64, 1), masks=ALL_MASKS, strided=True
@@ -380,9 +380,9 @@ CALLS: dict[str, Call] = {
     **dict.fromkeys(("polyattn.measure.tune.Bounds", "polyattn.measure.tune.tune"), tuned),
     **dict.fromkeys((f"polyattn.native.{name}" for name in
                      ("Payload", "Program", "arrays_of", "dense_program", "terms")), programs),
-    **dict.fromkeys((f"polyattn.registry.{name}" for name in
+    **dict.fromkeys((f"polyattn.selection.registry.{name}" for name in
                      ("Available", "Backend", "Missing", "Registry", "register")), registered),
-    "polyattn.capabilities.arch_number": registered,
+    "polyattn.selection.capabilities.arch_number": registered,
     **dict.fromkeys((f"polyattn.selector.{name}" for name in
                      ("AttentionBackendEnum", "get_env_variable_attn_backend",
                       "get_global_forced_attn_backend", "global_force_attn_backend")), selected),

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from polyattn import Unsupported, record_selections, use_backend
-from polyattn.biases import Alibi, DenseBias
 from polyattn.conformance.tolerance import Yardstick, measure
 from polyattn.masks import BlockMap, Causal, Dense, Packed, Padding, PrefixLM, Segments, Window
+from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.native import module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch import attention, paged_attention, scaled_dot_product_attention
 
 if not isinstance(module.status(), Available):

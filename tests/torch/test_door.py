@@ -22,7 +22,7 @@ from polyattn import (
     Unsupported,
     Window,
 )
-from polyattn.registry import Available, registry
+from polyattn.selection.registry import Available, registry
 from polyattn.torch import attention, explain, plan
 
 Q = torch.randn(2, 8, 4, 16)

@@ -25,7 +25,7 @@ from polyattn import (
     numpy_attention,
 )
 from polyattn.native import module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch import attention, explain, paged_attention, plan
 from polyattn.torch import scaled_dot_product_attention as sdpa
 from tests.torch.random_calls import Call, draw

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyattn import Alibi, Causal, DenseBias, Packed, Unsupported
-from polyattn.registry import Available, registry
+from polyattn.selection.registry import Available, registry
 from polyattn.torch import attention
 
 BACKENDS = [

@@ -15,11 +15,11 @@ from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyattn import Causal, Facts, Problem
-from polyattn.capabilities import Reason
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Window
 from polyattn.problem import MaskFacts
 from polyattn.selection import Rejected
+from polyattn.selection.capabilities import Reason
 from polyattn.torch import api
 from polyattn.torch.flags import can_use, torch_reasons
 from polyattn.torch.flags.can_use import (

@@ -11,9 +11,9 @@ import torch
 from torch.backends.cuda import SDPAParams
 
 from polyattn import Causal, DenseBias
-from polyattn.capabilities import Reason
 from polyattn.masks import Window
 from polyattn.selection import Accepted, Rejected, Selection, Source
+from polyattn.selection.capabilities import Reason
 from polyattn.torch.door import admit
 from polyattn.torch.flags import torch_messages, torch_reasons
 

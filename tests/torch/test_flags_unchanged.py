@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from polyattn import Causal, Unsupported, use_backend  # noqa: E402
-from polyattn.registry import registry  # noqa: E402
+from polyattn.selection.registry import registry  # noqa: E402
 from polyattn.torch import attention, explain, plan, scaled_dot_product_attention  # noqa: E402
 from polyattn.torch.flags import flags  # noqa: E402
 from tests.torch import public_calls  # noqa: E402

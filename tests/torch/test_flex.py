@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from polyattn import Problem
-from polyattn.biases import Alibi, DenseBias
 from polyattn.errors import Unsupported
 from polyattn.masks import (
     BlockMap,
@@ -18,7 +17,8 @@ from polyattn.masks import (
     Segments,
     Window,
 )
-from polyattn.registry import registry
+from polyattn.masks.biases import Alibi, DenseBias
+from polyattn.selection.registry import registry
 from polyattn.torch import attention
 from polyattn.torch.backends.flex import backend as flex
 from polyattn.torch.backends.flex import routes

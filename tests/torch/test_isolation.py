@@ -10,9 +10,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyattn import Causal, Dense, Mask, Padding, Segments, Unsupported, Window, scopes
+from polyattn import Causal, Dense, Mask, Padding, Segments, Unsupported, Window
 from polyattn.native import module as native_module
-from polyattn.registry import Available, registry
+from polyattn.selection import scopes
+from polyattn.selection.registry import Available, registry
 from polyattn.torch import attention, scaled_dot_product_attention
 
 Tensors = tuple[torch.Tensor, ...]

@@ -11,7 +11,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from polyattn import record_selections, use_backend
-from polyattn.biases import Alibi, DenseBias
 from polyattn.errors import Unsupported
 from polyattn.masks import (
     BlockMap,
@@ -23,8 +22,9 @@ from polyattn.masks import (
     Segments,
     Window,
 )
+from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.native import module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch import attention, explain
 
 pytestmark = pytest.mark.skipif(

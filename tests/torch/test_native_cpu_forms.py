@@ -17,7 +17,7 @@ import torch
 from polyattn import Causal, settings
 from polyattn.native import forms, module
 from polyattn.native.forms import Form
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch import attention, paged_attention
 
 pytestmark = pytest.mark.skipif(

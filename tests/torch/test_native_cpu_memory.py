@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from polyattn import Causal
-from polyattn.biases import DenseBias
 from polyattn.errors import InvalidProblem
+from polyattn.masks.biases import DenseBias
 from polyattn.native import module
 from polyattn.native.program import BLOCKS, DENSE, KV_LIMIT, PACKED, Q_LIMIT, SEGMENTS
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch import attention
 
 if not isinstance(module.status(), Available):

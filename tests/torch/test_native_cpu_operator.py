@@ -10,7 +10,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polyattn.biases import Alibi, DenseBias
 from polyattn.masks import (
     BlockMap,
     Causal,
@@ -22,8 +21,9 @@ from polyattn.masks import (
     Segments,
     Window,
 )
+from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.native import module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 from polyattn.torch import attention
 
 if not isinstance(module.status(), Available):

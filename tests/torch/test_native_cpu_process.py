@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from polyattn.native import module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 
 if not isinstance(module.status(), Available):
     pytest.skip("the extension is not built", allow_module_level=True)

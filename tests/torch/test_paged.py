@@ -10,7 +10,7 @@ import torch
 from polyattn import record_selections, use_backend
 from polyattn.errors import InvalidProblem, Unsupported
 from polyattn.masks import Causal, Mask, Padding, Window
-from polyattn.registry import Available, registry
+from polyattn.selection.registry import Available, registry
 from polyattn.torch import attention, paged_attention
 
 B, N, K, H, PAGE, PAGES, MOST = 4, 6, 2, 24, 16, 40, 9

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn.evidence import KINDS
-from polyattn.evidence.kinds import DTYPES, kind_of
 from polyattn.native import forms
-from polyattn.registry import Available, registry
+from polyattn.selection.evidence import KINDS
+from polyattn.selection.evidence.kinds import DTYPES, kind_of
+from polyattn.selection.registry import Available, registry
 from polyattn.torch.flags import snapshot
 from polyattn.torch.prober import TorchProber
 
@@ -194,7 +194,7 @@ def test_switched_off_a_process_makes_no_table(tmp_path: Path) -> None:
 def test_compiled_code_never_waits_for_it(tmp_path: Path) -> None:
     code = """
     import torch
-    from polyattn.evidence import calibration
+    from polyattn.selection.evidence import calibration
     from polyattn.torch import attention
     q = torch.randn(1, 512, 8, 64)
     tried = []

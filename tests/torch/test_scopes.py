@@ -14,12 +14,11 @@ from polyattn import (
     UnknownBackend,
     Unsupported,
     record_selections,
-    scopes,
     selector,
     set_backend,
     use_backend,
 )
-from polyattn.selection import Source
+from polyattn.selection import Source, scopes
 from polyattn.torch import attention, explain
 from polyattn.torch import scaled_dot_product_attention as sdpa
 

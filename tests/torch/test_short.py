@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polyattn import Causal, PolyattnError, Window, record_selections, scopes, use_backend
+from polyattn import Causal, PolyattnError, Window, record_selections, use_backend
+from polyattn.selection import scopes
 from polyattn.torch import attention, paged_attention, short
 from polyattn.torch import scaled_dot_product_attention as sdpa
 from polyattn.torch.cache import Row, table

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import Causal, Dense, Padding, Window, record_selections, scopes
-from polyattn.biases import Alibi, DenseBias
+from polyattn import Causal, Dense, Padding, Window, record_selections
 from polyattn.errors import InvalidProblem
 from polyattn.masks import And, Full, Mask
-from polyattn.simplify import simplify
-from polyattn.tables import problem_class
+from polyattn.masks.biases import Alibi, DenseBias
+from polyattn.masks.simplify import simplify
+from polyattn.selection import scopes
 from polyattn.torch import attention, dispatch, dropin, explain, short
 from polyattn.torch.cache import table
 from polyattn.torch.spans import size_class, span_of
+from polyattn.tuning.lookup import problem_class
 
 WAYS = [way for way in (short.in_python, short.native) if way is not None]
 

@@ -85,7 +85,7 @@ def namespace() -> dict[str, Any]:
 @contextmanager
 def _no_scope_yet() -> Iterator[None]:
     """Be like a process that has never entered a scope; other rows here have."""
-    from polyattn import scopes
+    from polyattn.selection import scopes
 
     before, scopes.state.armed = scopes.state.armed, False
     try:

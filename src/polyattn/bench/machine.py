@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Any
 
-from polyattn.processor import identity, processor
+from polyattn.problem.processor import identity, processor
 
 __all__ = ["command_line", "describe", "flags", "machine_class", "versions"]
 

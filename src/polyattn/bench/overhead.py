@@ -132,7 +132,7 @@ def _row(case: Case, summary: dict[str, Any]) -> dict[str, Any]:
 
 def _first_call(names: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Time a call of a class not seen before: the selection itself, which is then remembered."""
-    from polyattn import scopes
+    from polyattn.selection import scopes
 
     case = Case("first call of its kind", 'forget(); attention(q, k, v, layout="BNTH")')
     timed, _ = time_pairs(

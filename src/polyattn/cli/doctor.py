@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
-from polyattn import settings, tables
+from polyattn import settings
 from polyattn.cli.arguments import parser
 from polyattn.cli.doctor_evidence import evidence_report, evidence_rows
 from polyattn.cli.doctor_native import native_report, native_rows
@@ -21,8 +21,9 @@ from polyattn.cli.flags_table import FRAMEWORKS, flags_of, installed, knob_table
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.errors import PolyattnError, SettingsError, near_matches
 from polyattn.knobs import Row
-from polyattn.processor import identity, processor
-from polyattn.registry import Available, Backend, registry
+from polyattn.problem.processor import identity, processor
+from polyattn.selection.registry import Available, Backend, registry
+from polyattn.tuning import lookup
 
 __all__ = ["main"]
 
@@ -207,7 +208,7 @@ def _check_asked(named: Sequence[str], rows: list[dict[str, Any]], amiss: list[s
 
 
 def _tuning(amiss: list[str]) -> dict[str, Any]:
-    known = tables.table()
+    known = lookup.table()
     rows = known.rows()
     cache = settings.current().cache_dir
     persistent, notices = known.persistent, list(known.notices)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn import settings
-from polyattn.evidence import here
-from polyattn.evidence.kinds import DTYPES
-from polyattn.evidence.rows import SOURCE
-from polyattn.registry import Available, registry
+from polyattn.selection.evidence import here
+from polyattn.selection.evidence.kinds import DTYPES
+from polyattn.selection.evidence.rows import SOURCE
+from polyattn.selection.registry import Available, registry
 
 __all__ = ["evidence_report", "evidence_rows"]
 

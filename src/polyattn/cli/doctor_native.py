@@ -13,7 +13,7 @@ from typing import Any
 from polyattn import settings
 from polyattn.errors import SettingsError
 from polyattn.native import forms, module
-from polyattn.registry import Missing
+from polyattn.selection.registry import Missing
 
 __all__ = ["native_report", "native_rows"]
 

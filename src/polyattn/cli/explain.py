@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polyattn.choice import choose, current_wishes
 from polyattn.cli.arguments import integers, number, parser
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.cli.problems import MASKS, problem_of
-from polyattn.decide import Wishes
 from polyattn.errors import PolyattnError, Unsupported
-from polyattn.facts import Facts
 from polyattn.problem import DTYPES, LAYOUTS, Problem
-from polyattn.requests import Request
+from polyattn.problem.machine import Facts
 from polyattn.selection import Accepted, Decision, Selection
+from polyattn.selection.choice import choose, current_wishes
+from polyattn.selection.decide import Wishes
+from polyattn.selection.requests import Request
 
 __all__ = ["main"]
 

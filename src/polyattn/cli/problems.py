@@ -6,7 +6,6 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.biases import Alibi, DenseBias
 from polyattn.cli.arguments import integers
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.masks import (
@@ -21,8 +20,9 @@ from polyattn.masks import (
     Segments,
     Window,
 )
+from polyattn.masks.biases import Alibi, DenseBias
+from polyattn.masks.simplify import simplify
 from polyattn.problem import MaskFacts, Problem
-from polyattn.simplify import simplify
 
 __all__ = ["MASKS", "problem_of"]
 

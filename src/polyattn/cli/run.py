@@ -62,7 +62,7 @@ def add_request(made: argparse.ArgumentParser) -> None:
 
 def record_program(program: Sequence[str], options: argparse.Namespace) -> tuple[int, Recorder]:
     """Run a program with everything recorded; returns its exit code and the recorder."""
-    from polyattn.requests import use_backend
+    from polyattn.selection.requests import use_backend
 
     wanted = options.backend or options.never or options.on_unsupported
     request = None

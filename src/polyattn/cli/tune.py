@@ -13,7 +13,7 @@ from polyattn.cli.arguments import number, parser, split_program
 from polyattn.cli.printing import console, emit_json, note, seconds, table
 from polyattn.cli.program import check_program
 from polyattn.errors import PolyattnError
-from polyattn.registry import registry
+from polyattn.selection.registry import registry
 
 if TYPE_CHECKING:
     from polyattn.integrations.recording import Record
@@ -213,9 +213,9 @@ _MANAGE: dict[str, Any] = {
 
 
 def _table() -> Any:
-    from polyattn import tables
+    from polyattn.tuning import lookup
 
-    return tables.table()
+    return lookup.table()
 
 
 def _said(options: argparse.Namespace, message: str, count: int) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.capabilities import Reason
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs, build
 from polyattn.conformance.oracle import Answer, allowed, naive
 from polyattn.conformance.poison import Flags, hidden, spread
 from polyattn.conformance.tolerance import Yardstick, measure
-from polyattn.registry import Backend
+from polyattn.selection.capabilities import Reason
+from polyattn.selection.registry import Backend
 from polyattn.torch import attention
 from polyattn.torch.door import Call, admit
 

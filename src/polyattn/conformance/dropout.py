@@ -7,7 +7,7 @@ import torch
 from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict
 from polyattn.conformance.inputs import build
-from polyattn.registry import Backend
+from polyattn.selection.registry import Backend
 from polyattn.torch import attention
 from polyattn.torch.door import admit
 

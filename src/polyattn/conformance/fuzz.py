@@ -15,7 +15,6 @@ from random import Random
 import torch
 from rich.console import Console
 
-from polyattn import scopes
 from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict, examine, subject
 from polyattn.conformance.dropout import examine_dropout
@@ -24,7 +23,8 @@ from polyattn.conformance.report import Failure, Report, Tally
 from polyattn.conformance.screen import bar, show_case, show_report
 from polyattn.conformance.shrink import shrink
 from polyattn.errors import InvalidProblem, PolyattnError, UnknownBackend
-from polyattn.registry import Backend, Missing, registry
+from polyattn.selection import scopes
+from polyattn.selection.registry import Backend, Missing, registry
 
 __all__ = ["main", "run", "run_case"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.biases import Alibi, Bias, DenseBias
 from polyattn.conformance.cases import Case, Tree
 from polyattn.masks import (
     BlockMap,
@@ -23,6 +22,7 @@ from polyattn.masks import (
     Segments,
     Window,
 )
+from polyattn.masks.biases import Alibi, Bias, DenseBias
 
 __all__ = ["Inputs", "build", "place"]
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyattn.biases import Alibi
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs
 from polyattn.masks import And, BlockMap, Causal, Mask, Or, Packed
+from polyattn.masks.biases import Alibi
 
 __all__ = ["Answer", "allowed", "naive"]
 

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyattn.capabilities import ALL_MASKS, Capabilities, Reason, arch_number
 from polyattn.native import instructions, module
 from polyattn.problem import Problem
-from polyattn.registry import Available, Backend, Missing, Probe, Registry
+from polyattn.selection.capabilities import ALL_MASKS, Capabilities, Reason, arch_number
+from polyattn.selection.registry import Available, Backend, Missing, Probe, Registry
 
 __all__ = ["declare"]
 

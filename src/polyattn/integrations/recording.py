@@ -24,7 +24,7 @@ from polyattn.integrations.arrays import StoredArray, take
 from polyattn.integrations.sdpa_patch import SdpaCall
 from polyattn.problem import Problem
 from polyattn.selection import Selection
-from polyattn.tables import problem_class
+from polyattn.tuning.lookup import problem_class
 from polyattn.tuning.values import strict_json
 
 __all__ = ["Case", "Passed", "Record", "Recorder", "Ran", "read_record", "write_record"]

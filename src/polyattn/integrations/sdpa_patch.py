@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
-from polyattn import scopes
-from polyattn.requests import use_backend
-from polyattn.selection import Selection
+from polyattn.selection import Selection, scopes
+from polyattn.selection.requests import use_backend
 from polyattn.torch import dropin
 from polyattn.torch.cache import PLAIN
 from polyattn.torch.dropin import scaled_dot_product_attention as attend
@@ -61,7 +60,7 @@ class Listener(Protocol):
 
 
 class _Compiled:
-    """A recorder (see `polyattn.scopes`) for calls that do not come through :func:`routed`."""
+    """A recorder (see `polyattn.selection.scopes`) of calls that do not come through `routed`."""
 
     def append(self, selection: Selection) -> None:
         _tell([selection], None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from polyattn.errors import InvalidProblem
-from polyattn.payload import same
+from polyattn.masks.payload import same
 
 __all__ = ["Align", "And", "Full", "Index", "Mask", "Or", "store"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from polyattn.errors import InvalidProblem
 from polyattn.masks.base import Index, Mask, store
-from polyattn.payload import at, integers, shape_of
+from polyattn.masks.payload import at, integers, shape_of
 
 __all__ = ["BlockMap", "Dense"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from polyattn.errors import InvalidProblem
 from polyattn.masks.base import Align, Index, Mask, store
-from polyattn.payload import at, describe, integers
+from polyattn.masks.payload import at, describe, integers
 
 __all__ = ["Causal", "PrefixLM", "Window"]
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.choice import prepared
-from polyattn.decide import decide
 from polyattn.measure.inputs import Inputs
 from polyattn.measure.timing import once
 from polyattn.measure.verify import Check, Truth
 from polyattn.problem import Problem
-from polyattn.registry import registry
 from polyattn.selection import Accepted, Selection, Source
+from polyattn.selection.choice import prepared
+from polyattn.selection.decide import decide
+from polyattn.selection.registry import registry
 
 __all__ = ["Candidate", "TimeLimitExceeded", "candidates", "ready", "time_limit"]
 

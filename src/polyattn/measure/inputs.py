@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.biases import Bias
 from polyattn.errors import TuningError
 from polyattn.integrations.recording import Case
 from polyattn.masks import Mask
+from polyattn.masks.biases import Bias
 from polyattn.measure.signatures import bias_like, mask_like
 from polyattn.problem import Problem
 from polyattn.torch.door import admit

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.biases import Alibi, Bias, DenseBias
 from polyattn.errors import TuningError
 from polyattn.masks import (
     BlockMap,
@@ -28,6 +27,7 @@ from polyattn.masks import (
     Segments,
     Window,
 )
+from polyattn.masks.biases import Alibi, Bias, DenseBias
 from polyattn.problem import Problem
 
 __all__ = ["bias_like", "mask_like"]

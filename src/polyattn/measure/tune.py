@@ -17,9 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from polyattn import scopes, tables
-from polyattn.choice import choose
-from polyattn.decide import Wishes, select
 from polyattn.errors import PolyattnError, Unsupported
 from polyattn.integrations.recording import Case
 from polyattn.measure.candidates import Candidate, candidates, ready, synchronise
@@ -28,10 +25,13 @@ from polyattn.measure.results import CaseResult, ClassResult, Timed, TuningResul
 from polyattn.measure.timing import Times, time_interleaved
 from polyattn.measure.verify import Truth
 from polyattn.problem import Problem
-from polyattn.registry import registry
+from polyattn.selection import scopes
+from polyattn.selection.choice import choose
+from polyattn.selection.decide import Wishes, select
+from polyattn.selection.registry import registry
 from polyattn.torch.flags import snapshot
 from polyattn.torch.platform import device_description, library_versions
-from polyattn.tuning import Key, Measurement, digest
+from polyattn.tuning import Key, Measurement, digest, lookup
 
 __all__ = ["Bounds", "Progress", "tune"]
 
@@ -218,13 +218,13 @@ def _stored(key: Key, measured: list[CaseResult]) -> ClassResult:
             one.rows.append(_wrong_row(wrong))
     one.flags = snapshot()  # as they stand where the candidates were timed a moment ago
     one.rows = [dataclasses.replace(row, flags=digest(one.flags)) for row in one.rows]
-    tables.table().record(key, one.rows, one.flags)
+    lookup.table().record(key, one.rows, one.flags)
     scopes.invalidate()
     return one
 
 
 def _key(problem: Problem) -> Key:
-    return tables.key_for(problem, device_description(problem.device), library_versions())
+    return lookup.key_for(problem, device_description(problem.device), library_versions())
 
 
 def _row(weighted: list[tuple[int, Timed]]) -> Measurement:

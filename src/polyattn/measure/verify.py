@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyattn.biases import DenseBias
 from polyattn.conformance import tolerance
 from polyattn.conformance.tolerance import FEW, Yardstick
 from polyattn.masks import Dense
+from polyattn.masks.biases import DenseBias
 from polyattn.measure.inputs import Inputs
 from polyattn.problem import Problem
 from polyattn.torch.backends.reference import reference_attention

@@ -6,8 +6,8 @@ runs, where the processor is only told of.
 
 from __future__ import annotations
 
-from polyattn.facts import Facts
-from polyattn.registry import Available, Missing, Probe
+from polyattn.problem.machine import Facts
+from polyattn.selection.registry import Available, Missing, Probe
 
 __all__ = ["foretell", "forms"]
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from polyattn import settings
 from polyattn.errors import MissingDependency, SettingsError
-from polyattn.registry import Available, Missing, Probe
+from polyattn.selection.registry import Available, Missing, Probe
 
 __all__ = [
     "BuildInfo", "build_info", "how_to_build", "isa_index", "isas", "load", "pool", "status",

@@ -40,7 +40,7 @@ from polyattn.masks import (
     Segments,
     Window,
 )
-from polyattn.payload import shape_of
+from polyattn.masks.payload import shape_of
 
 __all__ = [
     "MOST_DEPTH",

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.admission import ArrayFacts, Other, Surroundings, admit
-from polyattn.biases import Alibi
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
+from polyattn.masks.biases import Alibi
 from polyattn.native import module
 from polyattn.native.forms import isa_for
 from polyattn.native.program import Program, arrays_of, terms
@@ -27,7 +26,8 @@ from polyattn.numpy.arrays import (
 )
 from polyattn.numpy.masks import Library, bind_mask, program_of
 from polyattn.problem import Problem
-from polyattn.processor import processors_usable
+from polyattn.problem.admission import ArrayFacts, Other, Surroundings, admit
+from polyattn.problem.processor import processors_usable
 
 __all__ = ["attend"]
 
@@ -115,7 +115,7 @@ def _problem(
 
 
 class NumpyFront:
-    """NumPy arrays, for :class:`polyattn.admission.Front`."""
+    """NumPy arrays, for :class:`polyattn.problem.admission.Front`."""
 
     framework = "numpy"
     array_type = "numpy.ndarray"

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.admission.masks import Lengths
 from polyattn.errors import InvalidProblem
 from polyattn.masks import BlockMap, Index, Mask, Packed
 from polyattn.native.program import Program, dense_program, encode
 from polyattn.numpy.arrays import Array, memory, readable, strides
+from polyattn.problem.admission.masks import Lengths
 
 __all__ = ["Library", "bind_mask", "program_of"]
 

@@ -23,7 +23,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch.compiler
 
-from polyattn import requests, scopes
+from polyattn.selection import requests, scopes
 from polyattn.torch.internals import mark_constant as _mark_constant
 
 if typing.TYPE_CHECKING:

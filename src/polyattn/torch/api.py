@@ -13,14 +13,13 @@ from typing import Any
 from torch import SymInt, Tensor
 from torch.compiler import is_dynamo_compiling
 
-from polyattn import platforms
-from polyattn.choice import choose
 from polyattn.errors import InvalidProblem, near_matches
-from polyattn.facts import Facts
 from polyattn.masks import Mask
 from polyattn.problem import Problem
-from polyattn.requests import Request
-from polyattn.selection import Selection
+from polyattn.problem.machine import Facts
+from polyattn.selection import Selection, platforms
+from polyattn.selection.choice import choose
+from polyattn.selection.requests import Request
 from polyattn.torch import platform, short
 from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
@@ -146,7 +145,7 @@ def explain(
 ) -> Selection:  # fmt: skip
     """Say which backend a call would run on, and for every other one why not; it is not run.
 
-    Where the call would calibrate the machine first (see `polyattn.evidence`), so does this.
+    Where the call would calibrate the machine first, so does this.
     Takes a :class:`polyattn.Problem`, or the arguments of :func:`attention` (tensors may be on
     the meta device). With `facts` (see :meth:`polyattn.Facts.parse`) it answers for a machine
     that one does not have, as far as capabilities tell. For tensors on a CUDA device, refusals of

@@ -1,7 +1,7 @@
 """One key for a call, one table from keys to what runs: the cache in front of selection.
 
 Eager calls, torch's signature and paged calls look here; the table is emptied as a whole when a
-choice may change (`polyattn.scopes.invalidate`) and when it is full.
+choice may change (`polyattn.selection.scopes.invalidate`) and when it is full.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn import scopes
-from polyattn.biases import DenseBias
 from polyattn.masks import Dense
+from polyattn.masks.biases import DenseBias
+from polyattn.masks.simplify import simplify
 from polyattn.problem import MaskFacts, Problem
-from polyattn.selection import Selection
-from polyattn.simplify import simplify
+from polyattn.selection import Selection, scopes
 from polyattn.torch.keys import Key
 from polyattn.torch.spans import size_class
 

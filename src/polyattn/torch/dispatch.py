@@ -15,14 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from polyattn import scopes
-from polyattn.choice import Plan, current_wishes, plan_for, prepared
-from polyattn.decide import Wishes
 from polyattn.errors import Unsupported
 from polyattn.masks import Dense
 from polyattn.problem import Problem
-from polyattn.registry import registry
-from polyattn.selection import Rejected
+from polyattn.selection import Rejected, scopes
+from polyattn.selection.choice import Plan, current_wishes, plan_for, prepared
+from polyattn.selection.decide import Wishes
+from polyattn.selection.registry import registry
 from polyattn.torch import recompute
 from polyattn.torch.cache import Entry, Wide, resized, table
 from polyattn.torch.checks import tensor_check

@@ -1,4 +1,4 @@
-"""torch's side of the door: how `polyattn.admission` sees tensors, and what is around a call."""
+"""torch's side of the door: how admission sees tensors, and what is around a call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.admission import ArrayFacts, Other, Surroundings
-from polyattn.admission import admit as admit_call
-from polyattn.biases import Bias
 from polyattn.masks import Mask
+from polyattn.masks.biases import Bias
+from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
-from polyattn.simplify import simplify
+from polyattn.problem.admission import ArrayFacts, Other, Surroundings
+from polyattn.problem.admission import admit as admit_call
 from polyattn.torch.masking import bind_mask, check_mask, known
 
 __all__ = ["FRONT", "Call", "admit", "autocast_to", "facts_of", "rebind"]
@@ -48,7 +48,7 @@ def facts_of(x: Any) -> ArrayFacts | Other:
 
 
 class TorchFront:
-    """Eager tensors, for :class:`polyattn.admission.Front`."""
+    """Eager tensors, for :class:`polyattn.problem.admission.Front`."""
 
     framework = "torch"
     array_type = "torch.Tensor"

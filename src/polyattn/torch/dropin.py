@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
-from polyattn import scopes
-from polyattn.admission import SdpaFacts, only_torch
-from polyattn.biases import DenseBias
-from polyattn.choice import Plan, current_wishes, wishes
 from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
-from polyattn.registry import registry
-from polyattn.selection import Selection, Source
+from polyattn.masks.biases import DenseBias
+from polyattn.problem.admission import SdpaFacts, only_torch
+from polyattn.selection import Selection, Source, scopes
+from polyattn.selection.choice import Plan, current_wishes, wishes
+from polyattn.selection.registry import registry
 from polyattn.torch import short, traced
 from polyattn.torch.cache import PLAIN
 from polyattn.torch.dispatch import AttentionWay, dispatch, runner

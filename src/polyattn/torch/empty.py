@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.biases import Bias
+from polyattn.masks.biases import Bias
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth
 
 __all__ = ["answer_empty"]

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from polyattn import scopes, settings
-from polyattn.biases import Alibi, DenseBias
+from polyattn import settings
 from polyattn.masks import Dense
+from polyattn.masks.biases import Alibi, DenseBias
+from polyattn.selection import scopes
 from polyattn.torch.internals import is_allowed, is_grad_enabled
 from polyattn.torch.internals import is_deterministic as determined
 from polyattn.torch.spans import LAYOUTS

@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyattn.choice import choose
 from polyattn.errors import PolyattnError
-from polyattn.registry import registry
+from polyattn.selection.choice import choose
+from polyattn.selection.registry import registry
 from polyattn.torch.model import ARRAY, ROWS, B, S, T
 
 __all__ = ["limits_of", "with_numbers"]

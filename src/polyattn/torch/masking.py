@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.admission.masks import Lengths
-from polyattn.admission.masks import check_mask as check_arrays
-from polyattn.biases import Alibi, Bias
 from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed, Padding
+from polyattn.masks.biases import Alibi, Bias
+from polyattn.problem.admission.masks import Lengths
+from polyattn.problem.admission.masks import check_mask as check_arrays
 from polyattn.torch.internals import (
     are_transforms_active,
     dispatch_modes,

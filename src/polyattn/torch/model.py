@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.admission import ArrayFacts, Other
-from polyattn.biases import Bias
 from polyattn.masks import BlockMap, Dense, Mask
-from polyattn.payload import shape_of
-from polyattn.simplify import simplify
+from polyattn.masks.biases import Bias
+from polyattn.masks.payload import shape_of
+from polyattn.masks.simplify import simplify
+from polyattn.problem.admission import ArrayFacts, Other
 
 __all__ = [
     "ARRAY", "B", "ROWS", "S", "T", "facts_of", "mask_of", "model_of", "model_of_plain",

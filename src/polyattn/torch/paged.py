@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from polyattn.admission import admit_pages, check_lengths
-from polyattn.choice import Plan
 from polyattn.masks import Causal, Mask
+from polyattn.problem.admission import admit_pages, check_lengths
+from polyattn.selection.choice import Plan
 from polyattn.torch import short
 from polyattn.torch.dispatch import dispatch
 from polyattn.torch.door import FRONT, Call

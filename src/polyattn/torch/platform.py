@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from polyattn.platforms import Described
-from polyattn.processor import identity, processor, processors_quota, processors_usable
+from polyattn.problem.processor import identity, processor, processors_quota, processors_usable
+from polyattn.selection.platforms import Described
 from polyattn.torch.prober import TorchProber
 
 __all__ = ["described", "device_description", "library_versions", "present_device", "prober"]

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from polyattn import settings
-from polyattn.choice import prepared
 from polyattn.errors import SettingsError
-from polyattn.evidence.machine import Machine
 from polyattn.masks import Causal
 from polyattn.native import forms, module
 from polyattn.problem import MaskFacts, Problem
-from polyattn.registry import Available
 from polyattn.selection import Selection, Source
+from polyattn.selection.choice import prepared
+from polyattn.selection.evidence.machine import Machine
+from polyattn.selection.registry import Available
 from polyattn.torch.internals import (
     function_modes,
     is_watched,
@@ -54,7 +54,7 @@ _PID = os.getpid()
 
 
 class TorchProber:
-    """torch's CPU kernels, as `polyattn.platforms.Prober` wants them."""
+    """torch's CPU kernels, as `polyattn.selection.platforms.Prober` wants them."""
 
     def machine(self) -> Machine:
         """Return this machine, with torch's threads as they are set now."""

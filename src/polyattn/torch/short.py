@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from polyattn import scopes, settings
+from polyattn import settings
 from polyattn.errors import MissingDependency
 from polyattn.masks import And, Causal, Dense, Full, Or, Window
 from polyattn.native.module import load
+from polyattn.selection import scopes
 from polyattn.torch import recompute
 from polyattn.torch.cache import PLAIN, resized, table, wide_of
 from polyattn.torch.internals import is_grad_enabled

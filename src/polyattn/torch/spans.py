@@ -2,9 +2,9 @@
 
 A cache of keys that grows by one at each step is a new shape at each step. What is chosen for one
 of them is right for all of a class: batch and lengths between the same powers of two, of which
-measured times (`polyattn.tables.problem_class`) and heuristics see no more either, the same one of
-T < S, T = S, T > S, and the same heads and head dims. Few keys have no class, since kernels treat
-them one by one; neither have packed rows.
+measured times (`polyattn.tuning.lookup.problem_class`) and heuristics see no more either, the same
+one of T < S, T = S, T > S, and the same heads and head dims. Few keys have no class, since kernels
+treat them one by one; neither have packed rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polyattn.masks import Mask
-from polyattn.simplify import simplify
+from polyattn.masks.simplify import simplify
 
 __all__ = ["FEWEST", "LAYOUTS", "Span", "size_class", "span_of"]
 
@@ -60,7 +60,7 @@ def span_of(mask: Mask | None, q_len: int, kv_len: int) -> Span | None:
     """Return the key lengths of the class for which `mask` is what it is for these lengths.
 
     None where that also depends on the query length, which then has no class. Each law of
-    `polyattn.simplify` asks whether one length passes a number: the ends of a range tell.
+    `polyattn.masks.simplify` asks whether one length passes a number: the ends of a range tell.
 
     >>> from polyattn import Window
     >>> span_of(None, 1, 300), span_of(Window(left=280), 1, 300)

@@ -1,9 +1,9 @@
 """``attention`` inside ``torch.compile``: the choice is made while tracing, guarded, never stale.
 
 What is read of the surroundings are attributes that the compiler guards (see
-`polyattn.scopes`). Admission and selection are one function of constants: a *model* of the call
-(see `polyattn.torch.model`), in which lengths that the compiler keeps symbolic are stood in for,
-and kernels take their sizes from the tensors.
+`polyattn.selection.scopes`). Admission and selection are one function of constants: a *model* of
+the call (see `polyattn.torch.model`), in which lengths that the compiler keeps symbolic are stood
+in for, and kernels take their sizes from the tensors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 from torch import is_autocast_enabled as _is_autocast_enabled
 
-from polyattn import scopes
-from polyattn.admission import ArrayFacts, Other, Surroundings
-from polyattn.admission import admit as admit_call
-from polyattn.choice import Plan, plan_for, wishes
-from polyattn.decide import Wishes
 from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.masks import Mask
 from polyattn.problem import Problem
-from polyattn.selection import Selection
+from polyattn.problem.admission import ArrayFacts, Other, Surroundings
+from polyattn.problem.admission import admit as admit_call
+from polyattn.selection import Selection, scopes
+from polyattn.selection.choice import Plan, plan_for, wishes
+from polyattn.selection.decide import Wishes
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
 from polyattn.torch.empty import answer_empty
@@ -122,7 +121,7 @@ def as_text(x: Any) -> Any:
 
 
 class _Constants:
-    """The arrays of a call's model, for :class:`polyattn.admission.Front`."""
+    """The arrays of a call's model, for :class:`polyattn.problem.admission.Front`."""
 
     framework = "torch"
     array_type = "torch.Tensor"

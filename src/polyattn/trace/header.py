@@ -55,12 +55,10 @@ class Header:
     @classmethod
     def new(cls, **given: Any) -> Header:
         """Return a header of now, this Python and this command, with what is `given`."""
-        from polyattn import __version__
-
-        versions = {"polyattn": __version__, "python": platform.python_version()}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            versions["numpy"] = numpy.__version__
+        versions = {"python": platform.python_version()}
+        for name in ("polyattn", "numpy"):
+            if (module := sys.modules.get(name)) is not None:
+                versions[name] = module.__version__
         defaults: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "argv": tuple(map(str, sys.argv)),

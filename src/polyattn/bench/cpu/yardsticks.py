@@ -15,7 +15,7 @@ import torch
 
 from polyattn.bench.cpu.repeats import spread
 from polyattn.native import forms, module
-from polyattn.registry import Available
+from polyattn.selection.registry import Available
 
 __all__ = ["Yardsticks", "native"]
 

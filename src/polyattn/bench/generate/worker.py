@@ -139,7 +139,7 @@ def _warm_up(model: Any, job: Job) -> None:
 def _forget(side: str) -> None:
     """Make every length of the keys new to polyattn, as in a fresh process."""
     if side in ("polyattn", "run"):
-        from polyattn import scopes
+        from polyattn.selection import scopes
 
         scopes.invalidate()
 

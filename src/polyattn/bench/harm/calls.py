@@ -16,8 +16,8 @@ from polyattn.bench.cpu.inputs import Inputs
 from polyattn.bench.cpu.ways import Unable, Way, ours, step
 from polyattn.bench.harm.problems import UserCase
 from polyattn.errors import Unsupported
-from polyattn.requests import record_selections
 from polyattn.selection import Selection
+from polyattn.selection.requests import record_selections
 from polyattn.torch import attention, scaled_dot_product_attention
 
 __all__ = ["ATTENTION", "DROP_IN", "STOCK", "by_value", "drop_in", "forced", "ran", "stock"]

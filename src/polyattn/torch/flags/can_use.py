@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.capabilities import Reason, arch_number
 from polyattn.errors import InvalidProblem
-from polyattn.facts import Facts
 from polyattn.problem import Problem
-from polyattn.registry import Missing, registry
+from polyattn.problem.machine import Facts
+from polyattn.selection.capabilities import Reason, arch_number
+from polyattn.selection.registry import Missing, registry
 from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.flags.sdpa_checks import CHECKS, Array, SdpaCall, faults
 from polyattn.torch.flags.torch_reasons import merged, torch_says

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from polyattn.capabilities import Reason, arch_number
+from polyattn.selection.capabilities import Reason, arch_number
 
 __all__ = ["CHECKS", "Array", "SdpaCall", "faults"]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from polyattn.capabilities import Reason
+from polyattn.selection.capabilities import Reason
 
 __all__ = ["by_backend", "translate"]
 

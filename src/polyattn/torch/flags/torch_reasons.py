@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.capabilities import Reason
 from polyattn.selection import Rejected, Selection
+from polyattn.selection.capabilities import Reason
 from polyattn.torch.door import Call
 from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.flags.torch_messages import by_backend, translate

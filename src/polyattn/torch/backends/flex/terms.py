@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.biases import Alibi
 from polyattn.masks import Index, Mask, Packed
+from polyattn.masks.biases import Alibi
 from polyattn.problem import Problem
 from polyattn.torch.masking import Dims
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyattn import settings
-from polyattn.biases import Alibi
+from polyattn.masks.biases import Alibi
 from polyattn.native import module
 from polyattn.native.forms import isa_for
 from polyattn.problem import Problem

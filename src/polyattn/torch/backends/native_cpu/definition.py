@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.biases import Alibi, DenseBias
+from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.torch.backends.native_cpu.calls import Constants, Extras, Needs
 from polyattn.torch.backends.native_cpu.decoded import allowed_by
 from polyattn.torch.layouts import from_bnth, lse_from_bnt, to_bnth

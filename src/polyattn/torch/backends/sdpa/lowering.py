@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.masks.simplify import key_range
 from polyattn.problem import Problem
-from polyattn.simplify import key_range
 from polyattn.torch.backends.sdpa.operators import FEW_KEYS, Op, Result, flash_cuda
 from polyattn.torch.backends.sdpa.short_ways import NATIVE_CAUSAL, takes_flag
 from polyattn.torch.isolation import hide, is_readable, mend, zero_empty

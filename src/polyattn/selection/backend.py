@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.capabilities import Capabilities, Reason
 from polyattn.errors import PolyattnError, near_matches
-from polyattn.facts import Facts
 from polyattn.problem import Problem
+from polyattn.problem.machine import Facts
+from polyattn.selection.capabilities import Capabilities, Reason
 
 __all__ = [
     "FAULTS", "FRAMEWORKS", "Available", "Backend", "Key", "Missing", "Probe", "answer",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from polyattn.capabilities import Reason
 from polyattn.problem import Problem
+from polyattn.selection.capabilities import Reason
 
 __all__ = ["Accepted", "Decision", "Rejected", "Selection", "Source"]
 

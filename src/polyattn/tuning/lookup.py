@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyattn import scopes, settings
+from polyattn import epoch, settings
 from polyattn.problem import MaskFacts, Problem
 from polyattn.tuning import Key, Measurement, TuningTable
 
@@ -161,4 +161,4 @@ def _look() -> None:
     _looked = -_LOOK_EVERY_S
 
 
-scopes.listeners.append(_look)
+epoch.listeners.append(_look)

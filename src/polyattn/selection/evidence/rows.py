@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from polyattn.evidence.figures import Figure
-from polyattn.evidence.kinds import DTYPES, KINDS
 from polyattn.problem import Problem
+from polyattn.selection.evidence.figures import Figure
+from polyattn.selection.evidence.kinds import DTYPES, KINDS
 from polyattn.tuning import Key, Measurement
 
 __all__ = ["device_of", "entries_of", "figures_of"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from polyattn.evidence.kinds import KINDS, is_band, is_small, kind_of, share_of, trains
 from polyattn.problem import Problem
+from polyattn.selection.evidence.kinds import KINDS, is_band, is_small, kind_of, share_of, trains
 
 __all__ = ["UNMEASURED", "Evidence", "Figure", "Verdict"]
 

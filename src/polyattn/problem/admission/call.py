@@ -6,18 +6,18 @@ import math
 import numbers
 from typing import Any, NamedTuple
 
-from polyattn.admission.arrays import ArrayFacts, Front, Other, kind_of
-from polyattn.admission.masks import (
+from polyattn.errors import InvalidProblem
+from polyattn.masks import Mask
+from polyattn.masks.biases import Bias
+from polyattn.masks.simplify import simplify
+from polyattn.problem import DTYPES, LAYOUTS, MaskFacts, Problem
+from polyattn.problem.admission.arrays import ArrayFacts, Front, Other, kind_of
+from polyattn.problem.admission.masks import (
     check_bias_shape,
     check_devices,
     check_mask,
     packed_sequences,
 )
-from polyattn.biases import Bias
-from polyattn.errors import InvalidProblem
-from polyattn.masks import Mask
-from polyattn.problem import DTYPES, LAYOUTS, MaskFacts, Problem
-from polyattn.simplify import simplify
 
 __all__ = ["Admitted", "admit", "lengths_of", "number"]
 

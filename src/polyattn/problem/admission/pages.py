@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from polyattn.admission.arrays import ArrayFacts, Front, described
-from polyattn.admission.call import admit
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
 from polyattn.problem import MaskFacts, Problem
+from polyattn.problem.admission.arrays import ArrayFacts, Front, described
+from polyattn.problem.admission.call import admit
 
 __all__ = ["admit_pages", "check_lengths"]
 

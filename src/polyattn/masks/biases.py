@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.payload import describe, dtype_name, same, shape_of
+from polyattn.masks.payload import describe, dtype_name, same, shape_of
 
 __all__ = ["Alibi", "Bias", "DenseBias"]
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import PolyattnError
-from polyattn.evidence.figures import Figure
-from polyattn.evidence.kinds import DTYPES, KINDS
-from polyattn.evidence.machine import Machine
+from polyattn.selection.evidence.figures import Figure
+from polyattn.selection.evidence.kinds import DTYPES, KINDS
+from polyattn.selection.evidence.machine import Machine
 
 __all__ = ["SCHEMA", "Record", "find", "parse", "shipped"]
 
-SCHEMA = "polyattn.evidence/1"
+SCHEMA = "polyattn.selection.evidence/1"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def shipped() -> tuple[Record, ...]:
     """Return the records of this package, in order of their names."""
     from importlib import resources  # here: importing polyattn stays as quick as it was
 
-    folder = resources.files("polyattn.evidence") / "records"
+    folder = resources.files("polyattn.selection.evidence") / "records"
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
     return tuple(parse(f.read_text(encoding="utf-8"), f.name) for f in files)
 

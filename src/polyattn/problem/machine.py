@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from polyattn.errors import InvalidProblem, near_matches
-from polyattn.processor import INSTRUCTION_SETS
+from polyattn.problem.processor import INSTRUCTION_SETS
 
 __all__ = ["DEVICES", "Facts"]
 
@@ -25,7 +25,7 @@ class Facts:
     what is installed there; a package mapped to None is known to be absent, one that is not
     named is assumed present. `builds`: what a framework there was built for, by its name, as
     ``{"torch": "cpu"}``; one that is not named is assumed to fit the device. `vendor` and `family`:
-    who made the processor and which it is (:func:`polyattn.processor.identity`), None: not known.
+    who made the processor and which it is (see `polyattn.problem.processor`), None: not known.
 
     >>> Facts.parse("h100").arch, Facts.parse("zen4").vendor, Facts.parse("zen4").family
     ('sm_90', 'AuthenticAMD', 25)

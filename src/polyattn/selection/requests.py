@@ -17,10 +17,9 @@ from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, TypeVar
 
-from polyattn import scopes
 from polyattn.errors import InvalidProblem, near_matches
-from polyattn.registry import registry
-from polyattn.selection import Selection
+from polyattn.selection import Selection, scopes
+from polyattn.selection.registry import registry
 
 __all__ = ["ModulePolicy", "Request", "record_selections", "set_backend", "use_backend"]
 

@@ -1,8 +1,8 @@
 """Calibrating a machine of which no record is shipped: some milliseconds, once.
 
 For each kind of problem the native kernels and torch's run a few small calls by turns
-(`polyattn.evidence.comparing`). What comes to no result leaves torch's kernel in place, is not
-kept, and is tried again by a later call.
+(see `comparing`). What comes to no result leaves torch's kernel in place, is not kept, and is tried
+again by a later call.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import threading
 import time
 from contextlib import suppress
 
-from polyattn import scopes, settings
-from polyattn.backend import FAULTS
+from polyattn import settings
 from polyattn.errors import PolyattnError
-from polyattn.evidence import here
-from polyattn.evidence.comparing import BUSY, Compared, compare
-from polyattn.evidence.figures import Evidence, Figure
-from polyattn.evidence.kinds import is_small, kind_of, kinds_beside, work_of
-from polyattn.evidence.rows import entries_of
-from polyattn.platforms import Probe, Prober, find_platform
 from polyattn.problem import Problem
-from polyattn.selection import Accepted, Selection, Source
+from polyattn.selection import Accepted, Selection, Source, scopes
+from polyattn.selection.backend import FAULTS
+from polyattn.selection.evidence import here
+from polyattn.selection.evidence.comparing import BUSY, Compared, compare
+from polyattn.selection.evidence.figures import Evidence, Figure
+from polyattn.selection.evidence.kinds import is_small, kind_of, kinds_beside, work_of
+from polyattn.selection.evidence.rows import entries_of
+from polyattn.selection.platforms import Probe, Prober, find_platform
 from polyattn.tuning import Key, Measurement, TuningTable
 
 __all__ = ["CALIBRATED_FROM", "calibrate", "wanted"]

@@ -16,7 +16,7 @@ from polyattn.errors import PolyattnError, near_matches
 from polyattn.problem import Problem
 
 if TYPE_CHECKING:
-    from polyattn.evidence.machine import Machine
+    from polyattn.selection.evidence.machine import Machine
 
 __all__ = [
     "FACES", "Described", "Platform", "Probe", "Prober", "find_platform", "platform_of",
@@ -57,7 +57,7 @@ class Probe(Protocol):
 
 
 class Prober(Protocol):
-    """How a framework's kernels are tried on this machine, for `polyattn.evidence.calibration`."""
+    """How a framework's kernels are tried on this machine, for a calibration."""
 
     def machine(self) -> Machine:
         """Return this machine, as it stands now: threads may change."""
@@ -69,7 +69,7 @@ class Prober(Protocol):
         """Return a scope in which the surroundings of the caller take no part."""
 
     def probe(self, dtype: str, kind: str) -> Probe:
-        """Prepare a small problem of this kind (one of `polyattn.evidence.kinds.KINDS`)."""
+        """Prepare a small problem of this kind (see `polyattn.selection.evidence`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

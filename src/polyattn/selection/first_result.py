@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.errors import PolyattnError
-from polyattn.platforms import Described
 from polyattn.problem import Problem
+from polyattn.selection.platforms import Described
 
 __all__ = ["FirstResult", "check_result", "expected_results"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from polyattn.admission.arrays import ArrayFacts
 from polyattn.problem import DTYPES
+from polyattn.problem.admission.arrays import ArrayFacts
 
 __all__ = ["SdpaFacts", "only_torch"]
 

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyattn.capabilities import Reason
 from polyattn.errors import Unsupported
-from polyattn.evidence.figures import UNMEASURED, Evidence
-from polyattn.facts import Facts
-from polyattn.heuristics import preference
 from polyattn.problem import Problem
-from polyattn.processor import instruction_sets
-from polyattn.registry import Backend, Missing, Registry
-from polyattn.requests import Request
+from polyattn.problem.machine import Facts
+from polyattn.problem.processor import instruction_sets
 from polyattn.selection import Accepted, Decision, Rejected, Selection, Source
+from polyattn.selection.capabilities import Reason
+from polyattn.selection.evidence.figures import UNMEASURED, Evidence
+from polyattn.selection.heuristics import preference
+from polyattn.selection.registry import Backend, Missing, Registry
+from polyattn.selection.requests import Request
 
 __all__ = ["Tuned", "Wishes", "decide", "select"]
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
+from polyattn.epoch import invalidate, listeners, lock
+
 __all__ = [
     "Ambient",
     "ask",
@@ -37,16 +39,13 @@ __all__ = [
 ]
 
 scope: ContextVar[str] = ContextVar("polyattn_scope")
-"""The encoded scope in force (see `polyattn.requests`); unset or empty outside of any."""
+"""The encoded scope in force (see `polyattn.selection.requests`); unset or empty outside of any."""
 
 recording: ContextVar[Any] = ContextVar("polyattn_recording")
 """The lists that selections are recorded in, outermost first; unset or empty outside of any."""
 
 
 _epochs = itertools.count(1)
-lock = threading.RLock()
-listeners: list[Callable[[], None]] = []
-"""What is called when a cached choice may no longer be right."""
 
 recorded: ContextVar[str] = ContextVar("polyattn_recorded")
 """Text that is not empty while selections are recorded: what compiled code guards."""
@@ -88,12 +87,11 @@ local = Local()
 is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end replaces it
 
 
-def invalidate() -> None:
-    """Forget every cached choice: a backend, a setting or a measured time has changed."""
-    with lock:
-        state.epoch = str(next(_epochs))
-        for forget in listeners:
-            forget()
+def _begin_epoch() -> None:
+    state.epoch = str(next(_epochs))
+
+
+listeners.insert(0, _begin_epoch)
 
 
 def ask() -> None:

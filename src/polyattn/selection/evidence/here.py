@@ -1,7 +1,7 @@
 """The evidence in force: of this machine, or of one that facts tell of.
 
 Of this machine: the shipped record that fits it, then what was calibrated here
-(`polyattn.evidence.calibration`), in this process or kept in the tuning table by an earlier one.
+(see `calibration`), in this process or kept in the tuning table by an earlier one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from polyattn import scopes, settings, tables
-from polyattn.evidence.figures import UNMEASURED, Evidence, Figure
-from polyattn.evidence.machine import Machine
-from polyattn.evidence.records import Record, find
-from polyattn.evidence.rows import device_of, figures_of
-from polyattn.facts import Facts
-from polyattn.platforms import Prober, find_platform
-from polyattn.tuning import Measurement
+from polyattn import settings
+from polyattn.problem.machine import Facts
+from polyattn.selection import scopes
+from polyattn.selection.evidence.figures import UNMEASURED, Evidence, Figure
+from polyattn.selection.evidence.machine import Machine
+from polyattn.selection.evidence.records import Record, find
+from polyattn.selection.evidence.rows import device_of, figures_of
+from polyattn.selection.platforms import Prober, find_platform
+from polyattn.tuning import Measurement, lookup
 
 __all__ = ["Place", "assume", "in_force", "kept", "place_of", "is_assumed", "told"]
 
@@ -92,7 +93,7 @@ def in_force(framework: str = "torch") -> Evidence:
         return UNMEASURED
     rows = _NONE
     if settings.current().calibration:
-        rows = tables.stored(device_of(place.device), place.versions)
+        rows = lookup.stored(device_of(place.device), place.versions)
     if _made[0] == place and _made[1] is rows and _made[2] == kept.version:
         return _made[3]
     version = kept.version

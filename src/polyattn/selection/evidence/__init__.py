@@ -5,8 +5,8 @@ native kernels. It comes from a record of such a machine that is shipped, or fro
 this one; of a processor of which nothing is known there is none, and torch's own kernel runs.
 """
 
-from polyattn.evidence.figures import UNMEASURED, Evidence, Figure, Verdict
-from polyattn.evidence.kinds import KINDS, kind_of
-from polyattn.evidence.machine import Machine
+from polyattn.selection.evidence.figures import UNMEASURED, Evidence, Figure, Verdict
+from polyattn.selection.evidence.kinds import KINDS, kind_of
+from polyattn.selection.evidence.machine import Machine
 
 __all__ = ["KINDS", "UNMEASURED", "Evidence", "Figure", "Machine", "Verdict", "kind_of"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.facts import Facts
-from polyattn.processor import identity, instruction_sets, level_of
+from polyattn.problem.machine import Facts
+from polyattn.problem.processor import identity, instruction_sets, level_of
 
 __all__ = ["Machine", "release_of"]
 
@@ -15,7 +15,7 @@ class Machine:
     """A processor, torch's release there, and the threads; None: not told.
 
     `level`: the best instruction set that kernels are written for
-    (:func:`polyattn.processor.level_of`). `isa`: the form of the native kernels that runs;
+    (:func:`polyattn.problem.processor.level_of`). `isa`: the form of the native kernels that runs;
     `bfloat16`: the one that runs bfloat16 problems with many rows.
     """
 

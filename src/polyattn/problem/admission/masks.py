@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from polyattn.admission.arrays import ArrayFacts, Front
-from polyattn.biases import Alibi, Bias
 from polyattn.errors import InvalidProblem
 from polyattn.masks import BlockMap, Dense, Mask, Or, Packed, Padding, PrefixLM, Segments
-from polyattn.payload import shape_of
+from polyattn.masks.biases import Alibi, Bias
+from polyattn.masks.payload import shape_of
+from polyattn.problem.admission.arrays import ArrayFacts, Front
 
 __all__ = ["Lengths", "check_bias_shape", "check_devices", "check_mask", "packed_sequences"]
 

@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyattn import scopes, settings, tables
-from polyattn.decide import Tuned, Wishes, select
+from polyattn import settings
 from polyattn.errors import MissingDependency, PolyattnError
-from polyattn.evidence import UNMEASURED, Evidence, calibration, here
-from polyattn.facts import Facts
-from polyattn.platforms import find_platform
 from polyattn.problem import Problem
-from polyattn.registry import Backend, registry
-from polyattn.requests import Request
-from polyattn.results import FirstResult
-from polyattn.selection import Selection
+from polyattn.problem.machine import Facts
+from polyattn.selection import Selection, scopes
+from polyattn.selection.decide import Tuned, Wishes, select
+from polyattn.selection.evidence import UNMEASURED, Evidence, calibration, here
+from polyattn.selection.first_result import FirstResult
+from polyattn.selection.platforms import find_platform
+from polyattn.selection.registry import Backend, registry
+from polyattn.selection.requests import Request
+from polyattn.tuning import lookup
 
 __all__ = ["Plan", "choose", "current_wishes", "plan_for", "prepared", "wishes"]
 
@@ -86,7 +87,7 @@ def choose(problem: Problem, wishes: Wishes, facts: Facts | None = None) -> Sele
     """Select a backend for the problem; measured times of this machine take part.
 
     Where the choice would rest on a figure that nobody has measured yet, the machine is calibrated
-    first, if it may be here (see `polyattn.evidence.calibration`). With `facts` nothing is.
+    first, if it may be here (see `polyattn.selection.evidence`). With `facts` nothing is.
     """
     if facts is not None:
         return select(problem, wishes, registry, facts=facts, evidence=here.told(facts))
@@ -106,7 +107,7 @@ def _tuned(problem: Problem) -> list[Tuned]:
     if not settings.current().tuning or (platform := find_platform(problem.framework)) is None:
         return []
     device, versions = platform.device_description(problem.device), platform.versions()
-    rows = tables.measured(problem, device, versions)
+    rows = lookup.measured(problem, device, versions)
     return [Tuned(row.backend, json.loads(row.config), row.median_s) for row in rows]
 
 
