@@ -293,12 +293,12 @@ void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, d
   run(kernels.backward, a);
 }
 
-// A call that loses a NaN is told by its lse; see polyattn/torch/backends/sdpa/short_ways.py.
+// A call that loses a NaN is told by its lse; see polyattn/backends/sdpa/torch/short_ways.py.
 bool has_zero(nb::handle exchange, nb::handle tensor) {
   return Exchange(exchange).has_zero(tensor);
 }
 
-// Masks that come as numbers; see polyattn/torch/backends/native_cpu/backend.py.
+// Masks that come as numbers; see polyattn/backends/native_cpu/torch/backend.py.
 bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
   return Exchange(exchange).as_mask(bias, mask);
 }

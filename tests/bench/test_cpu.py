@@ -27,7 +27,7 @@ from polyattn.bench.cpu.yardsticks import Yardsticks
 from polyattn.errors import PolyattnError
 from polyattn.native import module
 from polyattn.selection.registry import Available
-from polyattn.torch.masking import Dims, materialise
+from polyattn.torch.kit.masking import Dims, materialise
 
 BUILT = isinstance(module.status(), Available)
 BACKEND = run.BACKEND if BUILT else "sdpa_flash"

@@ -13,7 +13,7 @@ from polyattn.conformance.oracle import allowed, naive
 from polyattn.conformance.tolerance import Yardstick, measure
 from polyattn.masks import BlockMap
 from polyattn.problem import Problem
-from polyattn.torch.backends.reference import reference_attention
+from polyattn.backends.reference.torch import reference_attention
 
 DRAWN = {
     "causal": (Causal(), 2, 4, ["###.", "####"]),

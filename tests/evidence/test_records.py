@@ -125,7 +125,7 @@ def test_what_is_no_evidence_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": "polyattn.selection.evidence/9"}, {"figures": {"float32": {"odd": {}}}},
+        {"schema": "polyattn.evidence/9"}, {"figures": {"float32": {"odd": {}}}},
         {"figures": {"float64": {"dense": {"problems": 1, "low": 1, "median": 1, "high": 1}}}},
         {"figures": {"float32": {"dense": {"problems": 1, "low": 2, "median": 1, "high": 3}}}},
         {"figures": {"float32": {"dense": {"problems": 0, "low": 1, "median": 1, "high": 1}}}},

@@ -47,7 +47,7 @@ def documented_modules() -> set[str]:
     return set(re.findall(r"^\s*from (polyattn[\w.]*) import", text, re.MULTILINE))
 
 
-INNER = ("polyattn.torch.internals", "polyattn.torch.backends.sdpa")
+INNER = ("polyattn.torch.internals", "polyattn.backends.sdpa.torch")
 """Packages whose lists are for polyattn itself: torch's private names, and four loaders."""
 
 
@@ -386,7 +386,7 @@ CALLS: dict[str, Call] = {
     **dict.fromkeys((f"polyattn.selector.{name}" for name in
                      ("AttentionBackendEnum", "get_env_variable_attn_backend",
                       "get_global_forced_attn_backend", "global_force_attn_backend")), selected),
-    "polyattn.torch.backends.flex.load": flexible,
+    "polyattn.backends.flex.torch.load": flexible,
     **dict.fromkeys((f"polyattn.hooks.activation_trace.{name}" for name in
                      ("ActivationTrace", "current_step")), activations),
     **dict.fromkeys((f"polyattn.trace.compare.{name}" for name in

@@ -23,10 +23,10 @@ from polyattn.torch import attention, paged_attention, scaled_dot_product_attent
 if not isinstance(module.status(), Available):
     pytest.skip("the extension is not built", allow_module_level=True)
 
-from polyattn.torch.backends.native_cpu.arguments import program_of
-from polyattn.torch.backends.native_cpu.decoded import allowed_by
-from polyattn.torch.layouts import to_bnth
-from polyattn.torch.masking import Dims, materialise
+from polyattn.backends.native_cpu.torch.arguments import program_of
+from polyattn.backends.native_cpu.torch.decoded import allowed_by
+from polyattn.torch.kit.layouts import to_bnth
+from polyattn.torch.kit.masking import Dims, materialise
 
 B, T, S, N, K, H, V = 2, 9, 12, 4, 2, 16, 8
 

@@ -20,9 +20,9 @@ from polyattn.masks import (
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.selection.registry import registry
 from polyattn.torch import attention
-from polyattn.torch.backends.flex import backend as flex
-from polyattn.torch.backends.flex import routes
-from polyattn.torch.backends.flex.blocks import block_cache
+from polyattn.backends.flex.torch import backend as flex
+from polyattn.backends.flex.torch import routes
+from polyattn.backends.flex.torch.blocks import block_cache
 from polyattn.torch.door import admit
 
 TINY = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -420,8 +420,8 @@ def blocks_of(mask, q, k, v, **options):
 def test_blocks_are_those_of_torch(kind, pairs, monkeypatch):
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from polyattn.torch.backends.flex import blocks
-    from polyattn.torch.masking import materialise
+    from polyattn.backends.flex.torch import blocks
+    from polyattn.torch.kit.masking import materialise
 
     monkeypatch.setattr(blocks, "_BUILD_PAIRS", pairs)
     monkeypatch.setattr(blocks, "block_cache", blocks._BlockCache(0))
@@ -458,7 +458,7 @@ def test_blocks_are_kept_until_an_array_changes():
 
 
 def test_the_cache_of_blocks_is_bounded():
-    from polyattn.torch.backends.flex.blocks import _BlockCache
+    from polyattn.backends.flex.torch.blocks import _BlockCache
 
     cache = _BlockCache(2_000)
     q, k, v = arrays(t=30, s=30)

@@ -24,7 +24,7 @@ from polyattn.torch import attention
 if not isinstance(module.status(), Available):
     pytest.skip("the extension is not built", allow_module_level=True)
 
-from polyattn.torch.backends.native_cpu.operator import (
+from polyattn.backends.native_cpu.torch.operator import (
     native_attention,
     native_attention_backward,
 )

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polyattn.backends.reference.torch import reference_attention
 from polyattn.conformance import tolerance
 from polyattn.conformance.tolerance import FEW, Yardstick
 from polyattn.masks import Dense
 from polyattn.masks.biases import DenseBias
 from polyattn.measure.inputs import Inputs
 from polyattn.problem import Problem
-from polyattn.torch.backends.reference import reference_attention
-from polyattn.torch.layouts import from_bnth, to_bnth
-from polyattn.torch.masking import Dims, dense_bias, materialise
+from polyattn.torch.kit.layouts import from_bnth, to_bnth
+from polyattn.torch.kit.masking import Dims, dense_bias, materialise
 
 __all__ = ["Check", "Truth"]
 

@@ -33,7 +33,7 @@ _MOST_PLAIN = 4
 class Entry(NamedTuple):
     """What runs for tensors like those it was made with: ``check(q, k, v)`` says which those are.
 
-    `operator`: what `run` is nothing but, where it is so (see `polyattn.torch.backends.sdpa`).
+    `operator`: what `run` is nothing but, where it is so (see `polyattn.backends.sdpa.torch`).
     """
 
     check: Callable[..., bool]

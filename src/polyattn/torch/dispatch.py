@@ -26,8 +26,8 @@ from polyattn.torch import recompute
 from polyattn.torch.cache import Entry, Wide, resized, table
 from polyattn.torch.checks import tensor_check
 from polyattn.torch.door import Call, admit, rebind
-from polyattn.torch.empty import answer_empty
 from polyattn.torch.keys import Key, switches
+from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.spans import size_class, span_of
 
 __all__ = ["AttentionWay", "Way", "dispatch", "resolve", "runner", "switched_on", "wishes_here"]

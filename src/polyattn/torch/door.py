@@ -14,7 +14,7 @@ from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
 from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
-from polyattn.torch.masking import bind_mask, check_mask, known
+from polyattn.torch.kit.masking import bind_mask, check_mask, known
 
 __all__ = ["FRONT", "Call", "admit", "autocast_to", "facts_of", "rebind"]
 

@@ -19,8 +19,8 @@ from polyattn.selection.choice import Plan
 from polyattn.torch import short
 from polyattn.torch.dispatch import dispatch
 from polyattn.torch.door import FRONT, Call
-from polyattn.torch.empty import answer_empty
 from polyattn.torch.keys import Key, key_for
+from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.traced import refuse
 
 __all__ = ["paged_attention"]

@@ -28,11 +28,11 @@ from polyattn.selection.choice import Plan, plan_for, wishes
 from polyattn.selection.decide import Wishes
 from polyattn.torch.dispatch import switched_on
 from polyattn.torch.door import arch_of
-from polyattn.torch.empty import answer_empty
 from polyattn.torch.internals import mark_constant, order_effects, passed_on
 from polyattn.torch.keys import switches
+from polyattn.torch.kit.empty import answer_empty
+from polyattn.torch.kit.masking import bind_mask
 from polyattn.torch.lengths import limits_of, with_numbers
-from polyattn.torch.masking import bind_mask
 from polyattn.torch.model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
 
 __all__ = [

@@ -21,7 +21,7 @@ from polyattn.selection.evidence.machine import Machine
 
 __all__ = ["SCHEMA", "Record", "find", "parse", "shipped"]
 
-SCHEMA = "polyattn.selection.evidence/1"
+SCHEMA = "polyattn.evidence/1"
 
 
 @dataclass(frozen=True)

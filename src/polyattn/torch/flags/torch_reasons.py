@@ -15,7 +15,7 @@ from polyattn.torch.door import Call
 from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.flags.torch_messages import by_backend, translate
 from polyattn.torch.internals import can_use
-from polyattn.torch.layouts import to_bnth
+from polyattn.torch.kit.layouts import to_bnth
 
 __all__ = [
     "Asked",

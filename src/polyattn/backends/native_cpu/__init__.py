@@ -1,0 +1,1 @@
+"""The C++ kernels of this package, forward and backward."""

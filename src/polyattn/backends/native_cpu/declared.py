@@ -1,0 +1,56 @@
+"""The C++ kernels of this package for CPUs; imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from polyattn.backends.declaring import BIASES, HALVES, LAYOUTS, loader, torch_probe
+from polyattn.native import instructions, module
+from polyattn.problem import Problem
+from polyattn.selection.backend import Backend, Missing, Probe
+from polyattn.selection.capabilities import ALL_MASKS, Capabilities, Reason
+from polyattn.selection.registry import Registry
+
+__all__ = ["PLACE", "declare"]
+
+PLACE = 10
+
+
+def declare(registry: Registry) -> None:
+    """Register them."""
+    registry.register(_native_cpu())
+
+
+def _native_cpu() -> Backend:
+    cpu = Capabilities(
+        devices={"cpu"}, dtypes=HALVES | {"float32"}, head_dims=(1, 1024, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
+        sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
+        deterministic_backward=True, strided=True, compiled=True, isolates_compiled=True,
+        paged=True,
+    )  # fmt: skip
+    return Backend(
+        "native_cpu", "torch", cpu, _native_probe, loader("native_cpu.torch.backend"),
+        _native_extra, "torch",
+        "the C++ kernels of this package: tiles that a mask empties are skipped, and "
+        "scores are never materialised, forward and backward", foretell=instructions.foretell,
+        any_lengths=True,
+    )  # fmt: skip
+
+
+def _native_probe() -> Probe:
+    found = module.status()
+    if isinstance(found, Missing):
+        return found
+    torch = torch_probe()
+    return torch if isinstance(torch, Missing) else found
+
+
+def _native_extra(p: Problem) -> Iterator[Reason]:
+    if p.paged is not None and (p.grad or p.sinks_grad):
+        yield Reason("backward", "paged keys with gradients", "inference only where keys are paged")
+    if p.bias_grad and p.bias is not None and p.bias.startswith("Alibi"):
+        # it would take an array of all scores, which these kernels are there to avoid
+        yield Reason("bias gradient", "slopes of Alibi that need a gradient", "dense biases")
+    elif p.bias_grad and p.bias is not None and p.bias.endswith("float64)"):
+        yield Reason("bias gradient", f"{p.bias}", "biases of at most 32 bits: it sums in float32")

@@ -1,0 +1,123 @@
+"""Keys in pages: the kernels follow the block table themselves; nothing is gathered.
+
+The kernels measure bands on the number of keys, which differs between sequences. So one call
+serves all sequences where only the lengths count, and one call for each sequence otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.backends.native_cpu.torch.arguments import (
+    DTYPES,
+    Array,
+    array,
+    memory,
+    rows,
+    sinks_argument,
+    terms_of,
+)
+from polyattn.backends.native_cpu.torch.calls import (
+    Constants,
+    as_it_counts,
+    dense_rows,
+    empty_like_rows,
+    empty_lse,
+)
+from polyattn.backends.native_cpu.torch.levels import differentiates
+from polyattn.errors import InvalidProblem, Unsupported
+from polyattn.masks import Causal, Mask
+from polyattn.native import module
+from polyattn.native.forms import isa_for
+from polyattn.native.program import KV_LIMIT, encode
+from polyattn.problem import Problem
+
+__all__ = ["paged_kernel"]
+
+
+def paged_kernel(problem: Problem, constants: Constants) -> Callable[..., Any]:
+    """Return ``kernel(q, key_pages, value_pages, mask, bias, sinks, (block_table, lengths))``."""
+    call = _Paged(problem, constants)
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any,
+        pages: tuple[Tensor, Tensor],
+    ) -> Any:  # fmt: skip
+        if differentiates((q, k, v, sinks)):
+            raise Unsupported(
+                "got paged keys on native_cpu under forward-mode differentiation or a function "
+                "transform (torch.func), expected a plain call; ask for backend='reference', which "
+                "gathers the keys."
+            )
+        table, lengths = (x.to(torch.int64).contiguous() for x in pages)
+        out, lse = call(dense_rows(q), dense_rows(k), dense_rows(v), mask, sinks, table, lengths)
+        return (out, lse) if problem.lse else out
+
+    return kernel
+
+
+class _Paged:
+    """The calls of one problem; `__call__` holds on to every tensor that a pointer is taken of."""
+
+    def __init__(self, problem: Problem, constants: Constants) -> None:
+        self.problem, self.constants = problem, constants
+        self.run = module.load().forward
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, sinks: Tensor | None,
+        table: Tensor, lengths: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        p, layout = self.problem, self.constants.layout
+        out = empty_like_rows(q, p.value_dim, layout)
+        lse = empty_lse(q, layout) if p.lse else None
+        sinks = None if sinks is None else as_it_counts(sinks.float()).contiguous()
+        keys = array(k, layout), array(v, layout)
+        queries: list[Array | None] = [array(q, layout), array(out, layout)]
+        queries.append(None if lse is None else rows(lse, layout))
+        extras = None if sinks is None else sinks_argument(sinks), (p.paged or 1, k.shape[0])
+        if mask is None or (p.q_len == 1 and isinstance(mask, Causal)):
+            limit = ((KV_LIMIT, *memory(lengths)),)
+            self._one(p.batch, p.kv_len, queries, keys, limit, extras, memory(table))
+            return out, lse
+        program = encode(mask)
+        if program is None:
+            raise InvalidProblem(f"got {mask!r} with paged keys, expected fewer masks joined.")
+        terms, _, _ = terms_of(program.codes, (), layout)
+        sizes = (q.element_size(), out.element_size(), 4)
+        for b, length in enumerate(lengths.tolist()):
+            at = [_entry(x, b, size) for x, size in zip(queries, sizes, strict=True)]
+            self._one(1, length, at, keys, terms, extras, memory(table[b]))
+        return out, lse
+
+    def _one(
+        self, batch: int, kv_len: int, queries: Sequence[Array | None], keys: tuple[Array, Array],
+        terms: Any, extras: tuple[Any, tuple[int, int]], table: tuple[int, int],
+    ) -> None:  # fmt: skip
+        p, (_, scale, softcap) = self.problem, self.constants
+        q, out, lse = queries
+        sinks, (page_size, count) = extras
+        sizes = (batch, p.heads, p.kv_heads, p.q_len, kv_len, p.head_dim, p.value_dim)
+        dtype = DTYPES[getattr(torch, p.dtype)]
+        isa = isa_for(dtype, p.q_len, p.heads, p.kv_heads)
+        try:
+            self.run(
+                isa, torch.get_num_threads(), dtype, sizes, scale, softcap, q, *keys, out, lse,
+                terms, None, None, None, sinks, (*table, p.kv_len // page_size, page_size, count),
+            )  # fmt: skip
+        except ValueError as error:
+            raise InvalidProblem(
+                f"got a block table that does not fit {count} pages of {page_size} keys: {error}."
+            ) from error
+
+
+def _entry(x: Array | None, b: int, size: int) -> Array | None:
+    """Return an array that begins at batch entry `b`."""
+    if x is None:
+        return None
+    pointer, there, batch, head, row = x
+    skipped = b * batch * size
+    return pointer + skipped, max(there - skipped, 0), batch, head, row

@@ -1,0 +1,89 @@
+"""The masks of the shortest way: those whose program all calls of one problem share.
+
+A mask without arrays is encoded once. One of lengths is encoded once as well: each further call
+only puts the places of its own lengths in. An array of booleans is read by the extension itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.backends.native_cpu.torch.arguments import memory, program_of, terms_of
+from polyattn.masks import Padding
+from polyattn.native.program import DENSE, KV_LIMIT, Q_LIMIT, WIDTH, Terms
+from polyattn.problem import Problem
+from polyattn.torch.internals import is_lazy_copy
+
+__all__ = ["is_short", "terms_reader"]
+
+_STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})  # masks without arrays
+_LENGTHS = _STATIC | {"Padding"}
+
+Reader = Callable[[Any, Tensor, Tensor], tuple[Terms, Any]]
+
+
+def is_short(problem: Problem) -> bool:
+    """Say whether :func:`terms_reader`, or the extension by itself, reads the problem's mask."""
+    kinds = frozenset() if problem.mask is None else problem.mask.kinds
+    return kinds <= _LENGTHS or kinds == {"Dense"}
+
+
+def terms_reader(problem: Problem, layout: str) -> Reader | None:
+    """Return ``read(mask, q, k)``: the terms of a call's mask, and the arrays they point into.
+
+    None where there are none to read. `read` raises ValueError for lengths that are no plain
+    tensors of the CPU.
+    """
+    kinds = frozenset() if problem.mask is None else problem.mask.kinds
+    if "Padding" in kinds:
+        return _lengths_reader(layout)
+    if problem.mask is None or not kinds <= _STATIC:
+        return None
+    found: Terms | None = None
+
+    def read(mask: Any, q: Tensor, k: Tensor) -> tuple[Terms, Any]:
+        nonlocal found
+        if found is None:
+            found = terms_of(program_of(mask, q, k, layout)[0], (), layout)[0]
+        return found, None
+
+    return read
+
+
+def _lengths_reader(layout: str) -> Reader:
+    template: list[tuple[int, ...]] | None = None
+    places: list[int] = []
+
+    def read(mask: Any, q: Tensor, k: Tensor) -> tuple[Terms, Any]:
+        nonlocal template, places
+        arrays = [_int64(x) for leaf in mask.leaves() if type(leaf) is Padding
+                  for x in (leaf.q_lengths, leaf.kv_lengths) if x is not None]  # fmt: skip
+        if template is None:
+            codes, _ = program_of(mask, q, k, layout)
+            places = _places(codes)
+            template = list(terms_of(codes, arrays, layout)[0])
+        terms = template.copy()
+        for place, array in zip(places, arrays, strict=True):
+            terms[place] = (terms[place][0], *memory(array))
+        return tuple(terms), arrays
+
+    return read
+
+
+def _places(codes: Sequence[int]) -> list[int]:
+    """Return which terms hold a length's place, in the order of the arrays."""
+    kinds, arrays = codes[::WIDTH], codes[1::WIDTH]
+    limits = [at for at, kind in enumerate(kinds) if kind in (KV_LIMIT, Q_LIMIT)]
+    if len(limits) != sum(kind in (KV_LIMIT, Q_LIMIT, DENSE) for kind in kinds):
+        raise ValueError("a mask whose program is one of booleans")
+    return sorted(limits, key=lambda at: arrays[at])
+
+
+def _int64(x: Any) -> Tensor:
+    if type(x) is not Tensor or x.device.type != "cpu" or is_lazy_copy(x) or x.is_neg():
+        raise ValueError("lengths of another kind of array")
+    return x if x.dtype is torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()

@@ -1,0 +1,1 @@
+"""The definition of what every backend computes, in float64."""

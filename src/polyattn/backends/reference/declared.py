@@ -1,0 +1,31 @@
+"""The definition in float64; imports no framework."""
+
+from __future__ import annotations
+
+from polyattn.backends.declaring import BIASES, FLOATS, LAYOUTS, loader, torch_probe
+from polyattn.selection.backend import Backend
+from polyattn.selection.capabilities import ALL_MASKS, Capabilities
+from polyattn.selection.registry import Registry
+
+__all__ = ["PLACE", "declare"]
+
+PLACE = 30
+
+
+def declare(registry: Registry) -> None:
+    """Register it."""
+    registry.register(_reference())
+
+
+def _reference() -> Backend:
+    anywhere = Capabilities(
+        devices={"cpu", "cuda"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
+        sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True, backward=True,
+        deterministic=True, deterministic_backward=True, strided=True, compiled=True,
+        isolates_compiled=True, paged=True,
+    )  # fmt: skip
+    return Backend(
+        "reference", "torch", anywhere, torch_probe, loader("reference.torch"), None, "torch",
+        "the definition, in float64; slow, and right", any_lengths=True,
+    )  # fmt: skip

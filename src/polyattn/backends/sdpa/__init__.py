@@ -1,0 +1,1 @@
+"""The kernels behind torch's scaled_dot_product_attention."""

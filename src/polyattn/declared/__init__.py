@@ -1,1 +1,0 @@
-"""What this package's own backends declare; importing it imports no framework."""

@@ -1,0 +1,1 @@
+"""What torch kernels share: layouts, dense masks and biases, NaN isolation, empty answers."""
