@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from polyattn import InvalidProblem, UnknownBackend, record_selections
-from polyattn.layer import AttentionBackend, AttentionImpl, backend_class
+from polyattn.integrations.fastvideo.layer import AttentionBackend, AttentionImpl, backend_class
+from polyattn.integrations.fastvideo.selector import get_attn_backend
 from polyattn.selection.registry import registry
-from polyattn.selector import get_attn_backend
 from polyattn.torch import attention
 
 TIME_LIMIT = 300  # seconds, of a machine that is busy with much else

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from polyattn import Causal, Dense, DenseBias, InvalidProblem, Padding
-from polyattn.layer import AttentionImpl
-from polyattn.selector import get_attn_backend
+from polyattn.integrations.fastvideo.layer import AttentionImpl
+from polyattn.integrations.fastvideo.selector import get_attn_backend
 from polyattn.torch import attention
 
 B, T, S, N, H = 2, 4, 6, 2, 8

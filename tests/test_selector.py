@@ -16,12 +16,11 @@ from polyattn import (
     UnknownBackend,
     Unsupported,
     record_selections,
-    selector,
     use_backend,
 )
-from polyattn.layer import AttentionBackend
-from polyattn.selection.registry import IN_TREE, registry
-from polyattn.selector import (
+from polyattn.integrations.fastvideo import selector
+from polyattn.integrations.fastvideo.layer import AttentionBackend
+from polyattn.integrations.fastvideo.selector import (
     NO_REQUEST,
     AttentionBackendEnum,
     backend_name_to_enum,
@@ -32,6 +31,7 @@ from polyattn.selector import (
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
 )
+from polyattn.selection.registry import IN_TREE, registry
 from polyattn.torch import attention, explain
 
 Q = torch.randn(1, 8, 2, 16)

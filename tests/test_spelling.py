@@ -12,13 +12,13 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from polyattn import UnknownBackend, record_selections, set_backend, use_backend
-from polyattn.selection.registry import registry
-from polyattn.selector import (
+from polyattn.integrations.fastvideo.selector import (
     AttentionBackendEnum,
     get_attn_backend,
     get_global_forced_attn_backend,
     global_force_attn_backend_context_manager,
 )
+from polyattn.selection.registry import registry
 from polyattn.torch import attention, explain
 
 Q = torch.randn(1, 8, 2, 16)
@@ -120,7 +120,7 @@ def test_compiled_code_sees_members_around_it() -> None:
 def test_the_core_spells_without_torch() -> None:
     program = (
         "import sys\nfrom polyattn import use_backend\n"
-        "from polyattn.selector import AttentionBackendEnum as E\n"
+        "from polyattn.integrations.fastvideo.selector import AttentionBackendEnum as E\n"
         "with use_backend(E.TORCH_SDPA): print(*use_backend.current().names)\n"
         "assert 'torch' not in sys.modules\n"
     )

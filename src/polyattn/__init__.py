@@ -36,7 +36,7 @@ from polyattn.masks import (
     Window,
 )
 from polyattn.masks.biases import Alibi, DenseBias
-from polyattn.numpy_front import numpy_attention
+from polyattn.numpy import numpy_attention
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import Selection

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from polyattn import Causal, Dense, Packed, Padding, PrefixLM, Segments, Window
+from polyattn.backends.reference.torch import reference_attention
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import build
 from polyattn.conformance.oracle import allowed, naive
 from polyattn.conformance.tolerance import Yardstick, measure
 from polyattn.masks import BlockMap
 from polyattn.problem import Problem
-from polyattn.backends.reference.torch import reference_attention
 
 DRAWN = {
     "causal": (Causal(), 2, 4, ["###.", "####"]),

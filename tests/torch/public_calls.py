@@ -222,7 +222,7 @@ def registered(folder: Path) -> None:
 
 
 def selected(folder: Path) -> None:
-    from polyattn import selector
+    from polyattn.integrations.fastvideo import selector
 
     selector.get_env_variable_attn_backend()
     before = selector.get_global_forced_attn_backend()
@@ -383,7 +383,7 @@ CALLS: dict[str, Call] = {
     **dict.fromkeys((f"polyattn.selection.registry.{name}" for name in
                      ("Available", "Backend", "Missing", "Registry", "register")), registered),
     "polyattn.selection.capabilities.arch_number": registered,
-    **dict.fromkeys((f"polyattn.selector.{name}" for name in
+    **dict.fromkeys((f"polyattn.integrations.fastvideo.selector.{name}" for name in
                      ("AttentionBackendEnum", "get_env_variable_attn_backend",
                       "get_global_forced_attn_backend", "global_force_attn_backend")), selected),
     "polyattn.backends.flex.torch.load": flexible,

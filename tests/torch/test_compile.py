@@ -20,10 +20,10 @@ from polyattn import (
     Segments,
     Window,
     record_selections,
-    selector,
     set_backend,
     use_backend,
 )
+from polyattn.integrations.fastvideo import selector
 from polyattn.torch import attention
 from polyattn.torch import scaled_dot_product_attention as sdpa
 

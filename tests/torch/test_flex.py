@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from polyattn import Problem
+from polyattn.backends.flex.torch import backend as flex
+from polyattn.backends.flex.torch import routes
+from polyattn.backends.flex.torch.blocks import block_cache
 from polyattn.errors import Unsupported
 from polyattn.masks import (
     BlockMap,
@@ -20,9 +23,6 @@ from polyattn.masks import (
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.selection.registry import registry
 from polyattn.torch import attention
-from polyattn.backends.flex.torch import backend as flex
-from polyattn.backends.flex.torch import routes
-from polyattn.backends.flex.torch.blocks import block_cache
 from polyattn.torch.door import admit
 
 TINY = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from polyattn import record_selections, selector, set_backend, use_backend
+from polyattn import record_selections, set_backend, use_backend
+from polyattn.integrations.fastvideo import selector
 from polyattn.torch import attention
 
 BOTH = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

@@ -14,10 +14,10 @@ from polyattn import (
     UnknownBackend,
     Unsupported,
     record_selections,
-    selector,
     set_backend,
     use_backend,
 )
+from polyattn.integrations.fastvideo import selector
 from polyattn.selection import Source, scopes
 from polyattn.torch import attention, explain
 from polyattn.torch import scaled_dot_product_attention as sdpa

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyattn import Causal, Unsupported, record_selections, set_backend, use_backend
-from polyattn.selector import global_force_attn_backend_context_manager
+from polyattn.integrations.fastvideo.selector import global_force_attn_backend_context_manager
 from polyattn.torch import attention, explain
 from polyattn.torch import scaled_dot_product_attention as drop_in
 

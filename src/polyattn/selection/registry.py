@@ -102,6 +102,11 @@ class Registry:
         self._declare()
         return tuple(b for b in self._own.values() if framework in (None, b.framework))
 
+    def in_tree_names(self, framework: str) -> tuple[str, ...]:
+        """Return the names of :meth:`in_tree`, then those that stand for several of them."""
+        alone = (backend.name for backend in self.in_tree(framework))
+        return (*alone, *(name for found, name in self._groups if found == framework))
+
     def is_in_tree(self, backend: Backend) -> bool:
         """Whether this package declares the backend."""
         return self._own.get(backend.key) is backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ prober = TorchProber()
 @functools.lru_cache(maxsize=1)
 def library_versions() -> str:
     """Return the versions that measured times depend on, canonically."""
-    from polyattn import __version__
-
+    here = sys.modules["polyattn"].__version__
     cuda = f" cuda={torch.version.cuda}" if torch.version.cuda else ""
-    return f"polyattn={__version__} torch={torch.__version__}{cuda}"
+    return f"polyattn={here} torch={torch.__version__}{cuda}"
 
 
 def present_device() -> tuple[str, str | None]:

@@ -6,13 +6,13 @@ import operator
 from typing import Any
 
 from polyattn.errors import InvalidProblem, near_matches
-from polyattn.masks import Causal
-from polyattn.metadata import (
+from polyattn.integrations.fastvideo.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     mask_and_bias,
     says_nothing,
 )
+from polyattn.masks import Causal
 from polyattn.selection.platforms import platform_of
 from polyattn.selection.registry import registry
 
@@ -166,7 +166,7 @@ def backend_class(name: str, *others: str) -> type[AttentionBackend]:
     can be imported from here by their names, and so be pickled.
 
     >>> backend_class("flex", "sdpa_math").get_impl_cls()
-    <class 'polyattn.layer.AttentionImpl[flex,sdpa_math]'>
+    <class 'polyattn.integrations.fastvideo.layer.AttentionImpl[flex,sdpa_math]'>
     """
     names = [registry.known(n, asked_by="backend", framework="torch") for n in (name, *others)]
     return _class(f"AttentionBackend[{','.join(names)}]")
