@@ -18,14 +18,14 @@ pytest.importorskip("diffusers")
 from torch import nn  # noqa: E402
 
 from polyattn.bench import main, records  # noqa: E402
-from polyattn.bench.trace import faults, seeding  # noqa: E402
-from polyattn.bench.trace.answers import Reference, answer  # noqa: E402
-from polyattn.bench.trace.architectures import ARCHITECTURES  # noqa: E402
 from polyattn.bench.trace.command import Options  # noqa: E402
-from polyattn.bench.trace.edits import EDITS  # noqa: E402
-from polyattn.bench.trace.faults import summary  # noqa: E402
-from polyattn.bench.trace.operations import Call, changed, observed  # noqa: E402
 from polyattn.hooks import trace  # noqa: E402
+from polyattn_faults import faults, seeding  # noqa: E402
+from polyattn_faults.answers import Reference, answer  # noqa: E402
+from polyattn_faults.architectures import ARCHITECTURES  # noqa: E402
+from polyattn_faults.edits import EDITS  # noqa: E402
+from polyattn_faults.faults import summary  # noqa: E402
+from polyattn_faults.operations import Call, changed, observed  # noqa: E402
 
 
 class Twice(nn.Module):

@@ -10,9 +10,11 @@ import argparse
 import datetime
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from polyattn.errors import MissingDependency, PolyattnError
@@ -20,9 +22,12 @@ from polyattn.errors import MissingDependency, PolyattnError
 __all__ = ["Options", "add", "run"]
 
 PARTS = {
-    "faults": "polyattn.bench.trace.faults",
+    "faults": "polyattn_faults.faults",
     "overhead": "polyattn.bench.trace.overhead",
 }
+FAULTS = Path(__file__).resolve().parents[4] / "benchmarks" / "faults"
+"""Where a checkout has the faults."""
+
 DTYPES = ("float32", "bfloat16")
 
 Say = Callable[[str], None]
@@ -84,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         models=tuple(filter(None, options.models.split(","))),
         quick=options.quick, seed=options.seed, verbose=options.verbose,
     )  # fmt: skip
-    parts = {name: importlib.import_module(PARTS[name]) for name in _asked(options)}
+    parts = {name: _part(name) for name in _asked(options)}
     record = _in_force(asked)
     for name, part in parts.items():
         record[name] = part.measure(asked, lambda line: say(line, error=True))
@@ -101,6 +106,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> list[str]:
     return [name for name in PARTS if options.only in (None, name)]
+
+
+def _part(name: str) -> ModuleType:
+    """Import a part; the seeded faults are a bench of this project, and not in its wheel."""
+    if name == "faults" and importlib.util.find_spec("polyattn_faults") is None:
+        if not (FAULTS / "polyattn_faults").is_dir():
+            raise MissingDependency(
+                "got `bench trace` from an installed package, expected a checkout of the project, "
+                "whose benchmarks/faults holds the faults that are seeded; "
+                "`polyattn bench trace --only overhead` runs here."
+            )
+        sys.path.append(str(FAULTS))
+    return importlib.import_module(PARTS[name])
 
 
 def _in_force(options: Options) -> dict[str, Any]:

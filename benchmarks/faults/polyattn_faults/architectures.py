@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyattn.bench.trace import generation, language, perception
 from polyattn.errors import PolyattnError
+from polyattn_faults import generation, language, perception
 
 __all__ = ["ARCHITECTURES", "Architecture", "chosen"]
 

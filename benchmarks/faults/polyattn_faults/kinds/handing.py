@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.bench.trace.kinds.kind import Kind, floats
-from polyattn.bench.trace.operations import Call, tensors_of
+from polyattn_faults.kinds.kind import Kind, floats
+from polyattn_faults.operations import Call, tensors_of
 
 __all__ = ["KINDS"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.bench.trace.kinds.kind import Kind, floats, of
-from polyattn.bench.trace.operations import Call
+from polyattn_faults.kinds.kind import Kind, floats, of
+from polyattn_faults.operations import Call
 
 __all__ = ["KINDS"]
 

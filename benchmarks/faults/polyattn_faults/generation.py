@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyattn.bench.trace.perception import noise
+from polyattn_faults.perception import noise
 
 __all__ = ["autoencoder", "dit", "flux", "sd3", "unet", "wan"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.bench.trace.operations import Call
+from polyattn_faults.operations import Call
 
 __all__ = ["Kind", "of", "second"]
 

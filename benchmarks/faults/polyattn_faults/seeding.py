@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyattn.bench.trace.edits import EDITS, Place
-from polyattn.bench.trace.kinds import arithmetic, attention, functions, handing
-from polyattn.bench.trace.kinds.kind import Kind
-from polyattn.bench.trace.operations import Call, changed, observed
+from polyattn_faults.edits import EDITS, Place
+from polyattn_faults.kinds import arithmetic, attention, functions, handing
+from polyattn_faults.kinds.kind import Kind
+from polyattn_faults.operations import Call, changed, observed
 
 __all__ = ["KINDS", "Fault", "faults"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyattn.bench.trace import rebuilt
-from polyattn.bench.trace.kinds.kind import of
-from polyattn.bench.trace.operations import Call, rewritten
+from polyattn_faults import rebuilt
+from polyattn_faults.kinds.kind import of
+from polyattn_faults.operations import Call, rewritten
 
 __all__ = ["PORTS", "Port"]
 

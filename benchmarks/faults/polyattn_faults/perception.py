@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyattn.bench.trace.language import tokens
+from polyattn_faults.language import tokens
 
 __all__ = ["clip", "vit", "wav2vec2", "whisper"]
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyattn.bench.trace.answers import Reference, answer, said
-from polyattn.bench.trace.architectures import ARCHITECTURES, Architecture, chosen
-from polyattn.bench.trace.clean import PORTS
 from polyattn.bench.trace.command import Options
-from polyattn.bench.trace.screen import table
-from polyattn.bench.trace.seeding import faults
 from polyattn.errors import MissingDependency
 from polyattn.hooks.activation_trace.weights import remembered_fingerprints
+from polyattn_faults.answers import Reference, answer, said
+from polyattn_faults.architectures import ARCHITECTURES, Architecture, chosen
+from polyattn_faults.clean import PORTS
+from polyattn_faults.screen import table
+from polyattn_faults.seeding import faults
 
 __all__ = ["GOALS", "measure", "of_architecture", "table"]
 

@@ -3,6 +3,6 @@
 A :class:`Kind` says of an operation whether the bug can be there, and computes the wrong result.
 """
 
-from polyattn.bench.trace.kinds.kind import Kind
+from polyattn_faults.kinds.kind import Kind
 
 __all__ = ["Kind"]

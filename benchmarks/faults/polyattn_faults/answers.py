@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyattn.bench.trace.effect import Seen, apart, seen
-from polyattn.bench.trace.rebuilt import renamed
-from polyattn.bench.trace.seeding import Fault
 from polyattn.errors import TraceError
 from polyattn.hooks import trace
 from polyattn.trace import read
 from polyattn.trace.compare import Verdict, compare
+from polyattn_faults.effect import Seen, apart, seen
+from polyattn_faults.rebuilt import renamed
+from polyattn_faults.seeding import Fault
 
 __all__ = ["OUTCOMES", "Reference", "answer", "outcome"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from polyattn.bench.trace.operations import tensors_of
+from polyattn_faults.operations import tensors_of
 
 __all__ = ["Seen", "apart", "seen"]
 

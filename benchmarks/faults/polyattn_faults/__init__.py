@@ -1,0 +1,1 @@
+"""Bugs of many kinds seeded into real models, and whom the trace names for them."""
