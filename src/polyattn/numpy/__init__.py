@@ -8,7 +8,7 @@ and strides.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from polyattn.errors import MissingDependency
 
@@ -21,6 +21,45 @@ if TYPE_CHECKING:
 __all__ = ["numpy_attention"]
 
 
+class _Options(TypedDict, total=False):
+    """What :func:`numpy_attention` takes beside `return_lse`, for type checkers."""
+
+    mask: Mask | None
+    bias: Bias | None
+    scale: float | None
+    softcap: float | None
+    sinks: NDArray[Any] | None
+    layout: str
+    threads: int | None
+
+
+@overload
+def numpy_attention(
+    query: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> NDArray[Any]: ...
+@overload
+def numpy_attention(
+    query: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+@overload
+def numpy_attention(
+    query: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    *,
+    return_lse: bool,
+    **options: Unpack[_Options],
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
 def numpy_attention(
     query: NDArray[Any],
     key: NDArray[Any],

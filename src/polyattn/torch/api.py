@@ -8,13 +8,14 @@ was prepared then. Everything else happens once for each class of calls, in
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal, Unpack, cast, overload
 
 from torch import SymInt, Tensor
 from torch.compiler import is_dynamo_compiling
 
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.masks import Mask
+from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import Selection, platforms
@@ -24,6 +25,7 @@ from polyattn.torch import platform, short
 from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
 from polyattn.torch.door import admit
 from polyattn.torch.keys import Key, key_for
+from polyattn.torch.signatures import Backends, Options, Step
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]
@@ -31,13 +33,40 @@ __all__ = ["attention", "explain", "plan"]
 _MISSED = short.MISSED
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     mask: Mask | None = None,
-    bias: Any = None,
+    bias: Bias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -45,7 +74,7 @@ def attention(
     layout: str = "BTNH",
     return_lse: bool = False,
     deterministic: bool | None = None,
-    backend: Any = None,
+    backend: Backends | None = None,
 ) -> Any:
     """Compute softmax(scale * query @ key.T + bias, masked) @ value on the best backend.
 
@@ -104,7 +133,9 @@ def _are_symbolic(*tensors: Any) -> bool:
     )
 
 
-def plan(query: Tensor, key: Tensor, value: Tensor, *, backend: Any = None, **options: Any) -> Any:
+def plan(
+    query: Tensor, key: Tensor, value: Tensor, *, backend: Backends | None = None, **options: Any
+) -> Step:
     """Resolve a call once; the result ``step(q, k, v)`` is the bare kernel call.
 
     Takes the options of :func:`attention`. `step` is for tensors like the given ones in all but
@@ -136,12 +167,13 @@ def plan(query: Tensor, key: Tensor, value: Tensor, *, backend: Any = None, **op
             return run(q, k, v, mask, bias, sinks)
 
     step.selection = chosen.selection  # type: ignore[attr-defined]
-    return step
+    return cast(Step, step)
 
 
 def explain(
-    query: Any, key: Any = None, value: Any = None, *, facts: Facts | None = None,
-    backend: Any = None, supported_attention_backends: Any = None, **options: Any,
+    query: Tensor | Problem, key: Tensor | None = None, value: Tensor | None = None, *,
+    facts: Facts | None = None, backend: Backends | None = None,
+    supported_attention_backends: Any = None, **options: Any,
 ) -> Selection:  # fmt: skip
     """Say which backend a call would run on, and for every other one why not; it is not run.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -21,6 +21,7 @@ from polyattn.torch.dispatch import dispatch
 from polyattn.torch.door import FRONT, Call
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.kit.empty import answer_empty
+from polyattn.torch.signatures import Backends, PagedOptions
 from polyattn.torch.traced import refuse
 
 __all__ = ["paged_attention"]
@@ -29,6 +30,39 @@ _MISSED = short.MISSED
 _CAUSAL = Causal()
 
 
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> Tensor: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[PagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     query: Tensor,
     key_pages: Tensor,
@@ -42,7 +76,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
-    backend: Any = None,
+    backend: Backends | None = None,
 ) -> Any:
     """Attend to keys that lie in pages: key ``j`` of sequence ``b`` is row ``j % page_size`` of
     page ``block_table[b, j // page_size]``.
