@@ -7,8 +7,8 @@ their blocks.
 
 from __future__ import annotations
 
-import ast
-import re
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -28,21 +28,19 @@ from polyattn.masks import (
     Window,
 )
 from polyattn.masks.biases import Alibi, Bias, DenseBias
+from polyattn.masks.structure import Structure, structure_of
 from polyattn.problem import Problem
 
 __all__ = ["bias_like", "mask_like"]
-
-_SIZES = re.compile(r"\b\d+(?:x\d+)+\b")
 
 
 def mask_like(problem: Problem, real: Tensor | None, generator: torch.Generator) -> Mask | None:
     """Return a mask of the problem's signature; `real` is the boolean array of its Dense."""
     if problem.mask is None:
         return None
-    text = _SIZES.sub(lambda sizes: repr(sizes.group()), problem.mask.signature)
     try:
-        return _Maker(problem, real, generator).made(ast.parse(text, mode="eval").body)
-    except (SyntaxError, KeyError, ValueError, TypeError) as error:
+        return _Maker(problem, real, generator).made(problem.mask.structure)
+    except (KeyError, ValueError, TypeError) as error:
         raise TuningError(
             f"got the mask {problem.mask.signature!r}, expected a signature of polyattn ({error})."
         ) from error
@@ -52,19 +50,23 @@ def bias_like(problem: Problem, real: Tensor | None, generator: torch.Generator)
     """Return a bias of the problem's signature; `real` is the array that was recorded."""
     if problem.bias is None:
         return None
-    found = re.fullmatch(r"(DenseBias|Alibi)\(([\dx]*), (\w+)\)", problem.bias)
-    if found is None:
-        raise TuningError(f"got the bias {problem.bias!r}, expected a signature of polyattn.")
-    kind, sizes, dtype_name = found.groups()
-    shape = _shape(sizes)
+    try:
+        kind, (*sizes, dtype_name), _, _ = structure_of(problem.bias)
+        if kind not in ("DenseBias", "Alibi") or len(sizes) > 1:
+            raise ValueError(kind)
+    except ValueError as error:
+        raise TuningError(
+            f"got the bias {problem.bias!r}, expected a signature of polyattn."
+        ) from error
+    shape = _shape(*sizes)
     array = _fitting(real, shape)
     if array is None or array.dtype == torch.bool:
         array = torch.randn(shape, generator=generator).to(getattr(torch, dtype_name))
     return Alibi(array.abs() / 4) if kind == "Alibi" else DenseBias(array)
 
 
-def _shape(sizes: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in str(sizes).split("x") if size)
+def _shape(sizes: int | tuple[int, ...] = ()) -> tuple[int, ...]:
+    return (sizes,) if isinstance(sizes, int) else sizes
 
 
 def _fitting(real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -77,20 +79,16 @@ def _fitting(real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 class _Maker:
-    """Walks the parsed signature."""
+    """Walks the mask's structure."""
 
     def __init__(self, problem: Problem, real: Tensor | None, generator: torch.Generator) -> None:
         self.problem, self.real, self.generator = problem, real, generator
 
-    def made(self, node: Any) -> Mask:
-        if isinstance(node, ast.BinOp):
-            left, right = self.made(node.left), self.made(node.right)
-            return left & right if isinstance(node.op, ast.BitAnd) else left | right
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            raise ValueError(ast.dump(node))
-        args = [ast.literal_eval(arg) for arg in node.args]
-        named = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-        return _LEAVES[node.func.id](self, *args, **named)  # type: ignore[no-any-return]
+    def made(self, mask: Structure) -> Mask:
+        if mask.parts:
+            join = operator.and_ if mask.kind == "And" else operator.or_
+            return functools.reduce(join, map(self.made, mask.parts))
+        return _LEAVES[mask.kind](self, *mask.arguments, **mask.named)  # type: ignore[no-any-return]
 
     def lengths(self, count: Any, most: int) -> Tensor | None:
         if count is None:
@@ -129,7 +127,7 @@ class _Maker:
         counts = torch.full((batch, heads, rows), kept, dtype=torch.int32)
         return BlockMap(block_q, block_k, indices, counts)
 
-    def dense(self, sizes: Any = "") -> Mask:
+    def dense(self, sizes: Any = ()) -> Mask:
         shape = _shape(sizes)
         real = _fitting(self.real, shape)
         if real is not None and real.dtype == torch.bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from polyattn.errors import InvalidProblem
+from polyattn.masks.structure import Structure, structure_of
 
 __all__ = ["DTYPES", "LAYOUTS", "MaskFacts", "Problem", "rounded_up"]
 
@@ -35,14 +36,22 @@ class MaskFacts:
         >>> sorted(MaskFacts.parse("Causal() & Window(left=1, right=None)", None).kinds)
         ['And', 'Causal', 'Window']
         """
-        kinds = set(re.findall(r"\b([A-Z]\w*)\(", signature))
-        kinds |= {name for name, sign in (("And", " & "), ("Or", " | ")) if sign in signature}
-        return cls(signature, frozenset(kinds), align)
+        return cls(signature, frozenset(_kinds(structure_of(signature))), align)
 
     @classmethod
     def of(cls, mask: Any) -> MaskFacts | None:
         """Take the facts from a :class:`polyattn.masks.Mask` or None."""
         return None if mask is None else cls(mask.signature, mask.kinds, mask.align)
+
+    @property
+    def structure(self) -> Structure:
+        """What the mask is made of."""
+        return structure_of(self.signature)
+
+    def is_causal(self, align: str | None = None) -> bool:
+        """Whether the mask is causal and nothing else; `align`: in this alignment only."""
+        found = self.structure
+        return found.kind == "Causal" and align in (None, *(found.arguments or ("bottom_right",)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +130,11 @@ class Problem:
     def gqa(self) -> bool:
         """Whether several query heads share a key/value head."""
         return self.heads != self.kv_heads
+
+    @property
+    def bias_structure(self) -> Structure | None:
+        """What the bias is: its class, and in the brackets sizes and dtype."""
+        return None if self.bias is None else structure_of(self.bias)
 
     @property
     def empty(self) -> bool:
@@ -220,6 +234,12 @@ class Problem:
                 f"got {text[:80]!r}, expected the JSON of a Problem as Problem.to_json() writes "
                 f"it ({error})."
             ) from error
+
+
+def _kinds(mask: Structure) -> Iterator[str]:
+    yield mask.kind
+    for part in mask.parts:
+        yield from _kinds(part)
 
 
 def rounded_up(size: int) -> int:

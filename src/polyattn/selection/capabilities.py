@@ -177,8 +177,8 @@ class Capabilities:
                 yield Reason(fact, got, _or(allowed))
         if p.mask is not None and (extra := p.mask.kinds - self.masks - {"Full"}):
             yield Reason("mask", p.mask.signature, f"no {_or(extra)}")
-        if p.bias is not None and p.bias.partition("(")[0] not in self.biases:
-            yield Reason("bias", p.bias, _or(self.biases))
+        if p.bias_structure is not None and p.bias_structure.kind not in self.biases:
+            yield Reason("bias", str(p.bias), _or(self.biases))
         if isinstance(self.archs, tuple):
             low, high = self.archs
             if p.device == "cuda" and p.arch and not low <= arch_number(p.arch) <= high:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyattn import epoch, settings
+from polyattn.masks.structure import with_sizes
 from polyattn.problem import MaskFacts, Problem
 from polyattn.tuning import Key, Measurement, TuningTable
 
@@ -23,7 +23,6 @@ __all__ = ["key_for", "measured", "problem_class", "stored", "table"]
 
 _lock = threading.Lock()
 _tables: dict[str, TuningTable] = {}
-_DIMS = re.compile(r"\d+(?:x\d+)+|(?<==)\d+(?=[,)])")
 _LOOK_EVERY_S = 1.0
 
 
@@ -71,15 +70,15 @@ def _written(of_class: Problem) -> str:
 def _mask_class(mask: MaskFacts | None) -> MaskFacts | None:
     if mask is None or "Window" in mask.kinds:
         return mask
-    return MaskFacts(_DIMS.sub(_broadcast, mask.signature), mask.kinds, mask.align)
+    return MaskFacts(with_sizes(mask.signature, _broadcast), mask.kinds, mask.align)
 
 
 def _dims(signature: str | None) -> str | None:
-    return None if signature is None else _DIMS.sub(_broadcast, signature)
+    return None if signature is None else with_sizes(signature, _broadcast)
 
 
-def _broadcast(match: re.Match[str]) -> str:
-    return "x".join("1" if size == "1" else "n" for size in match.group().split("x"))
+def _broadcast(sizes: str) -> str:
+    return "x".join("1" if size == "1" else "n" for size in sizes.split("x"))
 
 
 def key_for(problem: Problem, device: str, versions: str) -> Key:

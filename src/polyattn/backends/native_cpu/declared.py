@@ -49,8 +49,10 @@ def _native_probe() -> Probe:
 def _native_extra(p: Problem) -> Iterator[Reason]:
     if p.paged is not None and (p.grad or p.sinks_grad):
         yield Reason("backward", "paged keys with gradients", "inference only where keys are paged")
-    if p.bias_grad and p.bias is not None and p.bias.startswith("Alibi"):
+    if not p.bias_grad or (bias := p.bias_structure) is None:
+        return
+    if bias.kind == "Alibi":
         # it would take an array of all scores, which these kernels are there to avoid
         yield Reason("bias gradient", "slopes of Alibi that need a gradient", "dense biases")
-    elif p.bias_grad and p.bias is not None and p.bias.endswith("float64)"):
+    elif bias.arguments[1] == "float64":
         yield Reason("bias gradient", f"{p.bias}", "biases of at most 32 bits: it sums in float32")

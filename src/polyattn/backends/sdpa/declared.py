@@ -92,10 +92,10 @@ def _efficient() -> Backend:
 
 
 def _narrow_bias(p: Problem) -> Iterator[Reason]:
-    if p.bias is None or p.dtype not in HALVES:
+    if (bias := p.bias_structure) is None or p.dtype not in HALVES:
         return
-    if p.bias.startswith("Alibi") or p.dtype not in p.bias:
-        yield Reason("bias", p.bias, f"biases in {p.dtype}, so that nothing is rounded")
+    if bias.kind == "Alibi" or bias.arguments[1] != p.dtype:
+        yield Reason("bias", str(p.bias), f"biases in {p.dtype}, so that nothing is rounded")
 
 
 def _efficient_extra(p: Problem) -> Iterator[Reason]:
@@ -130,7 +130,7 @@ def _cudnn_extra(p: Problem) -> Iterator[Reason]:
     yield from _narrow_bias(p)
     if p.kv_len == 1:
         yield Reason("key length", "1", "2 and more")
-    if p.mask and p.mask.signature == "Causal('top_left')" and p.q_len != p.kv_len:
+    if p.mask and p.mask.is_causal("top_left") and p.q_len != p.kv_len:
         yield Reason("mask", f"top_left causal with T={p.q_len}, S={p.kv_len}", "equal lengths")
     if p.batch > 65535 or p.heads > 65535:
         yield Reason("grid", f"batch {p.batch}, heads {p.heads}", "at most 65535 of both")

@@ -7,9 +7,8 @@ lengths of a class are one kind, and get one choice.
 from __future__ import annotations
 
 import functools
-import re
 
-from polyattn.problem import Problem
+from polyattn.problem import MaskFacts, Problem
 
 __all__ = [
     "DTYPES",
@@ -123,7 +122,7 @@ def share_of(p: Problem) -> float:
     >>> share_of(p), share_of(p.with_(mask=MaskFacts.parse("Window(left=255, right=0)", None)))
     (1.0, 0.1875)
     """
-    width = _width(p.mask.signature) if p.mask is not None and is_band(p) else None
+    width = _width(p.mask) if p.mask is not None and is_band(p) else None
     if width is None:
         return 1.0
     keys = max(1, p.class_sizes[2] // 2)
@@ -131,15 +130,14 @@ def share_of(p: Problem) -> float:
 
 
 _BANDS = {"Window", "Causal", "And", "Full"}
-_SIDES = re.compile(r"Window\(left=(\w+), right=(\w+)")
 
 
 @functools.lru_cache(maxsize=256)
-def _width(signature: str) -> int | None:
+def _width(mask: MaskFacts) -> int | None:
     """Return how many keys a query sees in the narrowest band of all that are joined by ``&``."""
-    sides = [found.groups() for found in _SIDES.finditer(signature)]
-    lefts = [int(left) for left, _ in sides if left.isdigit()]
-    rights = [int(right) for _, right in sides if right.isdigit()]
-    if "Causal" in signature:
+    windows = [window.named for window in mask.structure.of("Window")]
+    lefts = [window["left"] for window in windows if window["left"] is not None]
+    rights = [window["right"] for window in windows if window["right"] is not None]
+    if "Causal" in mask.kinds:
         rights.append(0)
     return min(lefts) + min(rights) + 1 if lefts and rights else None

@@ -299,14 +299,14 @@ def _is_strict() -> bool:
 
 def _of_problem(p: Problem, facts: Facts | None) -> SdpaCall:
     device = facts.device if facts else p.device
-    signature = p.mask.signature if p.mask and p.mask.kinds - {"Full"} else ""
-    causal = signature == "Causal('top_left')" or (signature == "Causal()" and p.q_len == p.kv_len)
-    causal = causal and p.bias is None
+    aligned = None if p.q_len == p.kv_len else "top_left"
+    causal = p.mask is not None and p.mask.is_causal(aligned) and p.bias is None
     lead, stride = (p.batch,), 1 if p.contiguous else 2
     q = Array((*lead, p.heads, p.q_len, p.head_dim), p.dtype, device, stride)
     k = Array((*lead, p.kv_heads, p.kv_len, p.head_dim), p.dtype, device, stride)
     v = Array((*lead, p.kv_heads, p.kv_len, p.value_dim), p.dtype, device, stride)
-    masked = (signature or p.bias is not None) and not causal
+    seen = p.mask is not None and p.mask.kinds != {"Full"}
+    masked = (seen or p.bias is not None) and not causal
     mask = Array((1, 1, p.q_len, p.kv_len), p.dtype, device) if masked else None
     call = SdpaCall(
         query=q, key=k, value=v, mask=mask, mask_grad=p.bias_grad, dropout=p.dropout_p,

@@ -137,10 +137,8 @@ class Asked:
         p = call.problem
         if p.layout == "packed" or call.cast is not None or type(q) is not Tensor:
             return None
-        square = p.q_len == p.kv_len
-        causal = p.mask is not None and p.bias is None and (
-            p.mask.signature == "Causal('top_left')" or (p.mask.signature == "Causal()" and square)
-        )  # fmt: skip
+        aligned = None if p.q_len == p.kv_len else "top_left"
+        causal = p.mask is not None and p.bias is None and p.mask.is_causal(aligned)
         mask = None
         if (p.mask is not None or p.bias is not None) and not causal:
             row = torch.empty((1, 1, 1, p.kv_len), dtype=q.dtype, device=q.device)

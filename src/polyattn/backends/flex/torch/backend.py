@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -186,10 +185,11 @@ class _Attend:
 
 def _block_size(problem: Problem) -> tuple[int, int]:
     """Return torch's own block size, or that of a BlockMap which the kernels can follow."""
-    sizes = re.findall(r"BlockMap\((\d+), (\d+),", problem.mask.signature) if problem.mask else []
+    maps = problem.mask.structure.of("BlockMap") if problem.mask else []
     fine = {32, 64, 128, 256} if problem.device == "cpu" else {128, 256}
-    if len(sizes) == 1 and {int(x) for x in sizes[0]} <= fine:
-        return int(sizes[0][0]), int(sizes[0][1])
+    if len(maps) == 1 and {*maps[0].arguments[:2]} <= fine:
+        block_q, block_k, _ = maps[0].arguments
+        return block_q, block_k
     return 128, 128
 
 
@@ -201,9 +201,9 @@ def _klass(problem: Problem, spec: Spec, block: tuple[int, int]) -> Klass:
     and score functions: numbers in masks are constants, and lengths are symbols only where no
     array in these functions has them in its shape.
     """
-    mask, bias = problem.mask, problem.bias or ""
+    mask, bias = problem.mask, problem.bias_structure
     long = mask is not None and mask.kinds & _LONG_MASKS
-    symbolic = problem.device == "cpu" and not long and not bias.startswith("DenseBias")
+    symbolic = problem.device == "cpu" and not long and (bias is None or bias.kind != "DenseBias")
     facts = problem.with_(contiguous=True)
     if symbolic:
         facts = facts.with_(q_len=min(problem.q_len, 2), kv_len=min(problem.kv_len, 2))

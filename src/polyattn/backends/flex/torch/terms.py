@@ -29,7 +29,7 @@ class Spec:
     @classmethod
     def of(cls, p: Problem) -> Spec:
         scale = p.scale if p.scale is not None else 1 / math.sqrt(p.head_dim)
-        alibi = p.bias is not None and p.bias.startswith("Alibi")
+        alibi = p.bias_structure is not None and p.bias_structure.kind == "Alibi"
         return cls(scale, alibi, p.gqa, p.lse)
 
 

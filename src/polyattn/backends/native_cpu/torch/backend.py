@@ -54,7 +54,8 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
     eager = _eager_kernel(problem, constants, trains, by_operator)
     plainest = problem.contiguous and problem.layout != "packed"
     small = not (problem.sinks or problem.lse or trains)
-    short = is_short(problem) and (problem.bias is None or problem.bias.startswith("DenseBias("))
+    bias = problem.bias_structure
+    short = is_short(problem) and (bias is None or bias.kind == "DenseBias")
     if plainest and small and short and EXCHANGE is not None:
         return _bare_kernel(problem, constants, eager)
     return eager

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from polyattn.backends.sdpa.torch.operators import FEW_KEYS, Op, Result, flash_cuda
-from polyattn.backends.sdpa.torch.short_ways import NATIVE_CAUSAL, takes_flag
+from polyattn.backends.sdpa.torch.short_ways import takes_flag
 from polyattn.masks.simplify import key_range
-from polyattn.problem import Problem
+from polyattn.masks.structure import Structure
+from polyattn.problem import MaskFacts, Problem
 from polyattn.torch.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.kit.masking import Dims, Visible, dense_bias, visible
 from polyattn.torch.kit.nan_isolation import hide, is_readable, mend, zero_empty
@@ -43,23 +44,24 @@ def prepare(op: Op, problem: Problem, config: Mapping[str, Any]) -> Callable[...
     return kernel
 
 
+def _begins_causal(mask: MaskFacts) -> bool:
+    """Say whether a causal mask, aligned as torch's flag is, is joined to others by ``&``."""
+    found = mask.structure
+    causal = Structure("Causal", ("top_left",))
+    return found.kind == "And" and found.parts[0] == causal and "Packed" not in mask.kinds
+
+
 class _Attend:
     """One operator bound to one problem, on (B, N, T, H) arrays."""
 
     def __init__(self, op: Op, problem: Problem, config: Mapping[str, Any]) -> None:
         self.op, self.problem = op, problem
-        kinds = problem.mask.signature if problem.mask else ""
-        self.only_causal = kinds == NATIVE_CAUSAL or (
-            kinds == "Causal()" and problem.device == "cuda" and op.call is flash_cuda
+        mask = problem.mask
+        self.only_causal = mask is not None and (
+            mask.is_causal("top_left")
+            or (mask.is_causal() and problem.device == "cuda" and op.call is flash_cuda)
         )
-        self.causal_first = (
-            op.causal_with_mask
-            and problem.mask is not None
-            and (
-                problem.mask.signature.startswith(NATIVE_CAUSAL + " & ")
-                and "Packed" not in problem.mask.kinds
-            )
-        )
+        self.causal_first = op.causal_with_mask and mask is not None and _begins_causal(mask)
         if problem.bias is not None or problem.sinks:
             self.only_causal = self.only_causal and op.causal_with_mask and not problem.sinks
             self.causal_first = self.causal_first and not problem.sinks

@@ -25,7 +25,6 @@ from polyattn.torch.kit.masking import four_dims
 from polyattn.torch.kit.nan_isolation import holds_nan, is_readable
 
 __all__ = [
-    "NATIVE_CAUSAL",
     "biased_flash_cpu",
     "causal_flash_cpu",
     "dense_flash_cpu",
@@ -38,7 +37,6 @@ __all__ = [
     "traced_flash_cpu",
 ]
 
-NATIVE_CAUSAL = "Causal('top_left')"
 _WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
 _EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """How C reads a tensor without a Python call."""
@@ -54,7 +52,7 @@ def is_plain(p: Problem) -> bool:
 
 def is_square_causal(p: Problem) -> bool:
     """Say whether the mask is the one that the causal flag means."""
-    causal = p.mask is not None and p.mask.signature == NATIVE_CAUSAL and p.q_len == p.kv_len
+    causal = p.mask is not None and p.mask.is_causal("top_left") and p.q_len == p.kv_len
     return causal and takes_flag(p)
 
 
@@ -137,7 +135,9 @@ def dense_flash_cpu(
 
 def is_biased(p: Problem) -> bool:
     """Say whether it is q, k, v and one dense bias, in inference."""
-    biased = p.bias is not None and p.bias.startswith("DenseBias(") and p.mask is None
+    biased = (
+        p.mask is None and p.bias_structure is not None and p.bias_structure.kind == "DenseBias"
+    )
     alone = not (p.sinks or p.lse or p.grad or p.bias_grad or p.gqa)
     return biased and alone and p.contiguous and p.layout != "packed" and not p.compiled
 
