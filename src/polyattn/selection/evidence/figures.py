@@ -79,6 +79,8 @@ class Evidence:
         not measured on this processor; torch's own kernel
         """
         figure = self.figure(problem)
+        if problem.compiled and is_small(problem) and not trains(problem):
+            return Verdict(False, "at this size compiled code calls torch's own kernel sooner")
         if is_small(problem) and (figure is None or trains(problem)):
             return None
         if figure is None:

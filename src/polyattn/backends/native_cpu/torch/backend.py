@@ -18,7 +18,8 @@ from polyattn import settings
 from polyattn.backends.native_cpu.torch.arguments import DTYPES, program_of
 from polyattn.backends.native_cpu.torch.autograd import attend
 from polyattn.backends.native_cpu.torch.calls import Constants, Extras, forward
-from polyattn.backends.native_cpu.torch.levels import PLAIN, WATCHERS
+from polyattn.backends.native_cpu.torch.inference import EXCHANGE, native_inference
+from polyattn.backends.native_cpu.torch.levels import PLAIN, WATCHERS, is_transformed
 from polyattn.backends.native_cpu.torch.operator import native_attention
 from polyattn.backends.native_cpu.torch.paged import paged_kernel
 from polyattn.backends.native_cpu.torch.short_masks import is_short, terms_reader
@@ -31,8 +32,6 @@ from polyattn.torch.internals import dual_levels, is_lazy_copy, is_watched
 __all__ = ["load"]
 
 Kernel = Callable[..., Any]
-EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-"""How C reads a tensor without a Python call. It would copy what is to be copied on write only."""
 
 
 def load() -> Callable[[Problem, Mapping[str, Any]], Kernel]:
@@ -50,15 +49,18 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
         return paged_kernel(problem, constants)
     by_operator = _operator_kernel(problem, constants, trains)
     if problem.compiled:
-        return by_operator
+        return _inference_kernel(problem, constants, by_operator)
     eager = _eager_kernel(problem, constants, trains, by_operator)
-    plainest = problem.contiguous and problem.layout != "packed"
-    small = not (problem.sinks or problem.lse or trains)
+    return _bare_kernel(problem, constants, eager) if _is_bare(problem) else eager
+
+
+def _is_bare(problem: Problem) -> bool:
+    """Say whether the extension reads all there is from the tensors."""
+    extra = problem.sinks or problem.lse or problem.grad or problem.bias_grad or problem.sinks_grad
+    plainest = problem.contiguous and problem.layout != "packed" and not extra
     bias = problem.bias_structure
-    short = is_short(problem) and (bias is None or bias.kind == "DenseBias")
-    if plainest and small and short and EXCHANGE is not None:
-        return _bare_kernel(problem, constants, eager)
-    return eager
+    readable = bias is None or bias.kind == "DenseBias"
+    return plainest and readable and is_short(problem) and EXCHANGE is not None
 
 
 def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Kernel:
@@ -79,6 +81,28 @@ def _operator_kernel(problem: Problem, constants: Constants, trains: bool) -> Ke
         out = out.to(dtype)
         out = out.contiguous() if unfused else out
         return (out, lse) if lse_too else out
+
+    return kernel
+
+
+def _inference_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
+    """The way through the operator for compiled inference, where that is all that is asked for."""
+    if not _is_bare(problem):
+        return careful
+    layout, dense = constants.layout, problem.mask is not None and "Dense" in problem.mask.kinds
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        if torch.compiler.is_exporting() or is_transformed():  # others run it, or differentiate
+            return careful(q, k, v, mask, bias, sinks)
+        allowed, (codes, arrays) = None, ((), [])
+        if dense:
+            allowed = mask.mask
+        else:
+            codes, arrays = program_of(mask, q, k, layout)
+        added = None if bias is None else bias.payload
+        return native_inference(q, k, v, allowed, added, list(codes), arrays, *constants)
 
     return kernel
 

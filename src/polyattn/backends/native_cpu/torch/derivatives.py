@@ -39,7 +39,7 @@ from polyattn.torch.internals import (
     legacy_batch_together,
 )
 
-__all__: list[str] = []
+__all__ = ["batched", "mapped"]
 
 
 class _Attention(OneLevelFunction):
@@ -142,7 +142,7 @@ def _differentiated(
     return kernel
 
 
-def _mapped(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+def mapped(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """Return the rule of vmap for an operator: one call for each entry of the mapped dim."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -162,7 +162,7 @@ def _entry(x: Any, dim: Any, i: int) -> Any:
     return x if dim is None else x.select(dim, i)
 
 
-def _batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+def batched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """Return the same for ``torch.autograd.grad(is_grads_batched=True)``, whose vmap is another."""
 
     def kernel(*args: Any) -> Any:
@@ -193,5 +193,5 @@ for _operator, _function, _defined in (
     _library.impl(
         _name, _differentiated(_operator, _function, _defined), "Autograd", with_keyset=True
     )
-    _library.impl(_name, _batched(_operator), "Batched")
-    torch.library.register_vmap(_name, _mapped(_operator), lib=_library)
+    _library.impl(_name, batched(_operator), "Batched")
+    torch.library.register_vmap(_name, mapped(_operator), lib=_library)

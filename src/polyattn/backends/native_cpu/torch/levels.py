@@ -13,14 +13,16 @@ from polyattn.torch.internals import (
     any_requires_grad,
     are_transforms_active,
     dispatch_modes,
+    dual_levels,
     is_legacy_batched,
     is_watched,
+    mark_constant,
     may_be_traced_before_autograd,
     may_carry_tangents,
     tracing_state,
 )
 
-__all__ = ["PLAIN", "WATCHERS", "differentiates", "is_batched", "moves", "trains"]
+__all__ = ["PLAIN", "WATCHERS", "differentiates", "is_batched", "is_transformed", "moves", "trains"]
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
@@ -53,6 +55,14 @@ def moves(args: Iterable[Any]) -> bool:
 def differentiates(args: Iterable[Any]) -> bool:
     """Say whether a call that only a kernel can answer is under a transform or forward mode."""
     return are_transforms_active() or moves(args)
+
+
+def is_transformed() -> bool:
+    """Say, while a compiler traces, whether function transforms or forward mode are around."""
+    return are_transforms_active() or dual_levels._current_level >= 0
+
+
+mark_constant(is_transformed)
 
 
 def is_batched(x: Any) -> bool:
