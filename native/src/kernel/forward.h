@@ -58,11 +58,12 @@ inline Division divide(const Arguments& a) {
 
 // One thread for what takes some twenty microseconds; waking others takes a few. Else all that may
 // be used, also if there are fewer tasks: libgomp ends its workers when fewer are asked for.
-// Few rows are bound by reading keys and values, and short ones by packing these.
+// Few rows are bound by reading keys and values, and a second thread pays from 40,000 numbers on; short
+// ones are bound by packing these.
 inline int worthwhile(const Arguments& a, int64_t tasks) {
   const double read = double(a.batch) * double(a.kv_heads) * double(a.kv_len) * double(a.head_dim + a.value_dim);
   const int64_t rows = a.q_heads / a.kv_heads * a.q_len;
-  const double work = rows <= kFewRows ? read * 8 : read * double(rows) * (a.q_len <= 32 ? 4 : 1);
+  const double work = rows <= kFewRows ? read * 24 : read * double(rows) * (a.q_len <= 32 ? 4 : 1);
   return work < (1 << 20) || tasks == 1 ? 1 : a.threads;
 }
 
