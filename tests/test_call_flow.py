@@ -42,4 +42,4 @@ def test_the_registry_names_where_backends_are_declared():
     assert [end for _, kind, end in ARROWS if kind != "-->"] == ["backends"]
     from polyattn.selection.registry import IN_TREE
 
-    assert IN_TREE == ("polyattn.backends",)
+    assert IN_TREE == ("polyattn.backends.discovery",)

@@ -9,7 +9,7 @@ from polyattn.selection.registry import Missing
 from tests.public_modules import import_or_skip, public_module_names
 
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
-NEED_NATIVE = {"polyattn.numpy"}  # examples that call the kernels
+NEED_NATIVE = {"polyattn.numpy.api"}  # examples that call the kernels
 
 
 @pytest.mark.parametrize("name", public_module_names())

@@ -175,11 +175,11 @@ def test_nobody_takes_an_in_tree_name_before_the_first_call() -> None:
 def test_an_interrupt_while_declaring_leaves_nothing_half_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from polyattn.declared import torch_backends
+    from polyattn.backends.flex import declared
 
     table = Registry(plugins=False)
     with monkeypatch.context() as patch:
-        patch.setattr(torch_backends, "_flex", _raising(KeyboardInterrupt()))
+        patch.setattr(declared, "_flex", _raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             table.names()
     assert {"flex", "native_cpu", "reference"} <= set(table.names("torch"))

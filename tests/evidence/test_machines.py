@@ -143,7 +143,11 @@ def test_slower_kernels_run_only_where_a_static_mask_pays_for_it() -> None:
     assert chosen(narrow, 0.3) == "native_cpu" and chosen(wide, 0.3) == "sdpa_flash"
     assert chosen(narrow, 0.2) == "sdpa_flash"
     assert chosen(wide, 0.96) == "native_cpu"  # as fast without a mask, and torch must read one
-    for unknown in ("BlockMap(64, 64)", f"{narrow} | Causal()", f"{narrow} & Padding(int32[n])"):
+    for unknown in (
+        "BlockMap(64, 64, 1x1x2x3)",
+        f"{narrow} | Causal()",
+        f"{narrow} & Padding(q=None, kv=1)",
+    ):
         assert chosen(unknown, 0.3) == "sdpa_flash" and chosen(unknown, 1.1) == "native_cpu"
 
 

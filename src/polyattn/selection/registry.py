@@ -40,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 GROUP = "polyattn.backends"
-IN_TREE = ("polyattn.backends",)
+IN_TREE = ("polyattn.backends.discovery",)
 """Modules that declare this package's backends; they import no framework."""
 
 

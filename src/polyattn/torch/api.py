@@ -203,11 +203,11 @@ def explain(
     if supported_attention_backends is not None:
         layer = frozenset(Request.make(supported_attention_backends).names)
     selection = choose(problem, wishes_here(backend, layer), facts)
-    if call is None or facts is not None or not query.is_cuda:
+    if call is None or facts is not None or not cast(Tensor, query).is_cuda:
         return selection
     from polyattn.torch.flags.torch_reasons import explained  # only here: calls do not need it
 
-    return explained(selection, call, query, key, value)
+    return explained(selection, call, *cast(tuple[Tensor, ...], (query, key, value)))
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -96,12 +96,8 @@ def _inference_kernel(problem: Problem, constants: Constants, careful: Kernel) -
     ) -> Any:
         if torch.compiler.is_exporting() or is_transformed():  # others run it, or differentiate
             return careful(q, k, v, mask, bias, sinks)
-        allowed, (codes, arrays) = None, ((), [])
-        if dense:
-            allowed = mask.mask
-        else:
-            codes, arrays = program_of(mask, q, k, layout)
-        added = None if bias is None else bias.payload
+        allowed, added = mask.mask if dense else None, None if bias is None else bias.payload
+        codes, arrays = program_of(None if dense else mask, q, k, layout)
         return native_inference(q, k, v, allowed, added, list(codes), arrays, *constants)
 
     return kernel
