@@ -22,7 +22,21 @@ from polyattn.masks.explicit import BlockMap, Dense
 from polyattn.masks.positional import Causal, PrefixLM, Window
 from polyattn.masks.sequences import Packed, Padding, Segments
 
+LEAVES: tuple[type[Mask], ...] = (
+    Full, Causal, Window, PrefixLM, BlockMap, Dense, Padding, Packed, Segments,
+)  # fmt: skip
+"""Every class of masks that joins no others: a new one joins here."""
+
+STATIC_KINDS = frozenset(kind.__name__ for kind in (*(c for c in LEAVES if c.static), And, Or))
+"""The kinds of which a mask without arrays consists."""
+
+ALL_KINDS = frozenset(kind.__name__ for kind in (*LEAVES, And, Or))
+"""All that `Mask.kinds` may hold."""
+
 __all__ = [
+    "ALL_KINDS",
+    "LEAVES",
+    "STATIC_KINDS",
     "And",
     "BlockMap",
     "Causal",

@@ -7,16 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from polyattn.errors import PolyattnError
+from polyattn.masks import ALL_KINDS
 from polyattn.problem import DEMANDS, Problem
 
 __all__ = ["ALL_MASKS", "Capabilities", "Reason", "arch_number"]
 
-ALL_MASKS: frozenset[str] = frozenset(
-    {
-        "And", "BlockMap", "Causal", "Dense", "Full", "Or", "Packed", "Padding", "PrefixLM",
-        "Segments", "Window",
-    }
-)  # fmt: skip
+ALL_MASKS: frozenset[str] = ALL_KINDS
+"""Every kind of mask, for backends that take them all."""
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from polyattn.backends.native_cpu.torch.arguments import memory, program_of, terms_of
-from polyattn.masks import Padding
+from polyattn.masks import STATIC_KINDS, Padding
 from polyattn.native.program import DENSE, KV_LIMIT, Q_LIMIT, WIDTH, Terms
 from polyattn.problem import Problem
 from polyattn.torch.internals import is_lazy_copy
 
 __all__ = ["is_short", "terms_reader"]
 
-_STATIC = frozenset({"And", "Or", "Causal", "Window", "Full"})  # masks without arrays
-_LENGTHS = _STATIC | {"Padding"}
+_LENGTHS = STATIC_KINDS | {"Padding"}
 
 Reader = Callable[[Any, Tensor, Tensor], tuple[Terms, Any]]
 
@@ -41,7 +40,7 @@ def terms_reader(problem: Problem, layout: str) -> Reader | None:
     kinds = frozenset() if problem.mask is None else problem.mask.kinds
     if "Padding" in kinds:
         return _lengths_reader(layout)
-    if problem.mask is None or not kinds <= _STATIC:
+    if problem.mask is None or not kinds <= STATIC_KINDS:
         return None
     found: Terms | None = None
 
