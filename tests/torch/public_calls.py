@@ -380,10 +380,10 @@ CALLS: dict[str, Call] = {
     **dict.fromkeys(("polyattn.measure.tune.Bounds", "polyattn.measure.tune.tune"), tuned),
     **dict.fromkeys((f"polyattn.native.{name}" for name in
                      ("Payload", "Program", "arrays_of", "dense_program", "terms")), programs),
-    **dict.fromkeys((f"polyattn.selection.registry.{name}" for name in
+    **dict.fromkeys((f"polyattn.registry.{name}" for name in
                      ("Available", "Backend", "Missing", "Registry", "register")), registered),
-    "polyattn.selection.capabilities.arch_number": registered,
-    **dict.fromkeys((f"polyattn.integrations.fastvideo.selector.{name}" for name in
+    "polyattn.capabilities.arch_number": registered,
+    **dict.fromkeys((f"polyattn.selector.{name}" for name in
                      ("AttentionBackendEnum", "get_env_variable_attn_backend",
                       "get_global_forced_attn_backend", "global_force_attn_backend")), selected),
     "polyattn.backends.flex.torch.load": flexible,
