@@ -17,7 +17,8 @@ from polyattn import (
     Window,
 )  # fmt: skip
 from polyattn.masks.structure import Structure, structure_of
-from polyattn.problem import MaskFacts
+from polyattn.problem import MaskFacts, Problem
+from polyattn.selection.registry import registry
 
 LEAVES = [
     Full(), Causal(), Causal("top_left"), Window(left=3), Window(right=0, left=9), PrefixLM([1, 2]),
@@ -89,3 +90,15 @@ def test_a_lone_causal_mask():
 def test_what_is_no_signature(text):
     with pytest.raises(ValueError, match="expected the signature of a mask or bias"):
         structure_of(text)
+
+
+@pytest.mark.parametrize("name", ["sdpa_efficient", "sdpa_cudnn"])
+def test_a_bias_of_another_half_type_is_refused(name):
+    """Their names hold each other: "float16" is in "bfloat16"."""
+    problem = Problem(
+        batch=1, q_len=16, kv_len=16, heads=2, kv_heads=2, head_dim=64, dtype="float16",
+        device="cuda:sm_90", bias="DenseBias(1x2x16x16, bfloat16)",
+    )  # fmt: skip
+    check = registry["torch", name].check
+    assert [reason.fact for reason in check(problem)] == ["bias"]
+    assert not check(problem.with_(bias="DenseBias(1x2x16x16, float16)"))
