@@ -10,6 +10,7 @@ from polyattn.selection import Selection, Source
 from polyattn.selection.choice import choose
 from polyattn.selection.decide import Wishes, select
 from polyattn.selection.evidence import UNMEASURED, Evidence, Figure, Machine
+from polyattn.selection.evidence.kinds import is_small, kind_of
 from polyattn.selection.evidence.records import find
 from polyattn.selection.heuristics import EVIDENCE, ROWS
 from polyattn.selection.registry import registry
@@ -182,3 +183,17 @@ def test_rows_say_what_they_rest_on() -> None:
 
 def test_every_row_of_the_heuristics_says_what_it_rests_on() -> None:
     assert [row.name for row in ROWS if not row.rests_on] == []
+
+
+def test_small_compiled_calls_take_the_operator_only_where_it_pays() -> None:
+    small = DENSE.with_(q_len=1, kv_len=64, compiled=True)
+    kind = "float32", kind_of(small)
+    assert is_small(small) and not is_small(DENSE)
+
+    def chosen(low: float) -> str:
+        known = Evidence({kind: Figure(low, low + 0.5, low + 1, "a test")})
+        return select(small, Wishes(), registry, evidence=known).backend
+
+    assert chosen(1.4) == "sdpa_flash" and chosen(1.6) == "native_cpu"
+    found = select(small, Wishes(), registry, evidence=UNMEASURED)
+    assert found.backend == "sdpa_flash" and "torch's own operator sooner" in found.reason
