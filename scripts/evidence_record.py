@@ -17,8 +17,8 @@ from typing import Any
 from polyattn.problem import MaskFacts, Problem
 from polyattn.problem.processor import level_of
 from polyattn.selection.evidence.kinds import KINDS, is_small, kind_of
-from polyattn.selection.evidence.machine import release_of
 from polyattn.selection.evidence.records import SCHEMA, parse
+from polyattn.selection.processor_kind import release_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "src" / "polyattn" / "evidence" / "records"

@@ -13,7 +13,7 @@ namespace nb = nanobind;
 namespace polyattn {
 namespace {
 
-// The places in an event: polyattn.hooks.activation_trace.lines.Event.
+// The places in an event: polyattn.trace.recorders.torch.lines.Event.
 enum Place { kSeq, kHead, kCall, kStep, kPhase, kPath, kShape, kDtype, kRows, kSlot, kSame, kExtra, kPlaces = 13 };
 
 // Few lines are written sooner than others could have been given the interpreter's lock.

@@ -70,7 +70,7 @@ def _folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def _report(item: pytest.Item, said: str, verdict: Any) -> None:
     """Put the verdict and what to do next into the test's report."""
     from polyattn.errors import TraceError
-    from polyattn.trace.page import write_page
+    from polyattn.report.verdict import write_page
 
     lines = [said, ""]
     if verdict.reference and verdict.port:

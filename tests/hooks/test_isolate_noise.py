@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from polyattn.hooks import compare, isolate
-from polyattn.hooks.isolation.rounding import ROUNDINGS, moved
 from polyattn.trace import read
 from polyattn.trace.compare.thresholds import NOISE
+from polyattn.trace.isolate.rounding import ROUNDINGS, moved
 
 BF16, SPACING = torch.bfloat16, 2.0**-7
 

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from polyattn.hooks.activation_trace import weights  # noqa: E402
-from polyattn.hooks.activation_trace.weights import (  # noqa: E402
+from polyattn.trace.recorders.torch import weights  # noqa: E402
+from polyattn.trace.recorders.torch.weights import (  # noqa: E402
     remembered_fingerprints,
     weight_fingerprints,
 )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import TraceError
-from polyattn.hooks.activation_trace import statistics as of
-from polyattn.hooks.activation_trace import torch_statistics as by_torch
-from polyattn.hooks.activation_trace.statistics import (
+from polyattn.native import module
+from polyattn.trace.recorders.torch import statistics_by_operations as by_torch
+from polyattn.trace.recorders.torch import tensor_statistics as of
+from polyattn.trace.recorders.torch.tensor_statistics import (
     FIELDS,
     SAMPLES,
     SKETCH,
@@ -24,9 +25,8 @@ from polyattn.hooks.activation_trace.statistics import (
     trace_statistics,
     write_statistics,
 )
-from polyattn.native import module
-from polyattn.trace.encoding import unpack
 from polyattn.trace.statistics import statistics as reference
+from polyattn.trace.statistics.sketch_text import unpack
 
 try:
     ISAS = module.isas()

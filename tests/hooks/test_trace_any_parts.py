@@ -185,7 +185,7 @@ def test_a_trace_of_the_model_that_cannot_begin_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from polyattn.errors import TraceError
-    from polyattn.hooks.activation_trace import any_program
+    from polyattn.trace.recorders.torch import any_program
 
     model, original = Both(), any_program.ActivationTrace
 

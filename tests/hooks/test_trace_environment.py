@@ -27,7 +27,7 @@ OFF = """
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     loaded = {name for name in sys.modules if name.startswith("polyattn.")}
     print(sorted(n for n in loaded if "trace" in n and not n.endswith(
-        ("hooks.activation_trace", ".environment", ".step"))))
+        ("polyattn.trace", ".recorders", ".recorders.torch", ".environment", ".step"))))
     loaded = {n for n in loaded if not n.startswith("polyattn.torch.internals")}
     print(any(name.startswith(("polyattn.torch.", "polyattn.native")) for name in loaded))
 """

@@ -19,9 +19,9 @@ from polyattn.hooks import (  # noqa: E402
     trace_any,
     trace_step,
 )
-from polyattn.hooks.activation_trace import files  # noqa: E402
 from polyattn.settings import Settings  # noqa: E402
 from polyattn.trace import TraceWriter, read  # noqa: E402
+from polyattn.trace.recorders.torch import files  # noqa: E402
 from tests.hooks.traced_models import Block  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing was recorded")

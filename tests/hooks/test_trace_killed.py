@@ -18,7 +18,7 @@ from polyattn.trace import read
 LINES = pytest.mark.parametrize("lines", ["native", "python"])
 
 WITHOUT_NATIVE = """
-import polyattn.hooks.activation_trace.statistics as statistics
+import polyattn.trace.recorders.torch.tensor_statistics as statistics
 statistics.native_module = lambda: None
 """
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from polyattn.hooks import trace
-from polyattn.hooks.activation_trace.full_tensors import TensorFolder
-from polyattn.hooks.activation_trace.lines import Lines, head_of
-from polyattn.hooks.activation_trace.rows import RowPool
-from polyattn.hooks.activation_trace.statistics import native_module
 from polyattn.trace import STATISTICS, JsonlSink, read
+from polyattn.trace.recorders.torch.device_rows import RowPool
+from polyattn.trace.recorders.torch.full_tensors import TensorFolder
+from polyattn.trace.recorders.torch.lines import Lines, head_of
+from polyattn.trace.recorders.torch.tensor_statistics import native_module
 
 pytestmark = pytest.mark.skipif(native_module() is None, reason="the extension is not built")
 

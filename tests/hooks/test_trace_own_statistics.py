@@ -14,8 +14,8 @@ from torch import Tensor, nn  # noqa: E402
 
 from polyattn.errors import TraceError  # noqa: E402
 from polyattn.hooks import ActivationStatHook, JsonlSink, ModuleHookManager, trace  # noqa: E402
-from polyattn.hooks.activation_trace import statistics as kernels  # noqa: E402
 from polyattn.trace import Record, TraceWriter, read  # noqa: E402
+from polyattn.trace.recorders.torch import tensor_statistics as kernels  # noqa: E402
 from tests.hooks.traced_models import one, recorded  # noqa: E402
 
 

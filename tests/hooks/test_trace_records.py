@@ -209,7 +209,7 @@ def test_the_header_says_what_ran(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,), (24, 36), (3, 8, 2, 2), (0, 4), (700, 513)])
 def test_weights_have_the_fingerprints_of_the_reference(shape: tuple[int, ...]) -> None:
-    from polyattn.hooks.activation_trace.weights import weight_fingerprint
+    from polyattn.trace.recorders.torch.weights import weight_fingerprint
 
     for values in (torch.randn(shape), torch.randn(shape, dtype=torch.complex64)):
         if values.numel() > 3:

@@ -128,7 +128,7 @@ def test_steps_nest_and_other_threads_see_them(tmp_path: Path) -> None:
 
 
 def test_a_threads_own_step_comes_first() -> None:
-    from polyattn.hooks.activation_trace import current_step
+    from polyattn.trace.recorders.torch import current_step
 
     seen = []
     begun, done = threading.Event(), threading.Event()

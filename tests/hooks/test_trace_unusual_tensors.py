@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
 from polyattn.hooks import attach_activation_trace, detach_activation_trace, trace  # noqa: E402
-from polyattn.hooks.activation_trace import statistics as kernels  # noqa: E402
 from polyattn.trace import Trace, read  # noqa: E402
+from polyattn.trace.recorders.torch import tensor_statistics as kernels  # noqa: E402
 from polyattn.trace.statistics import statistics  # noqa: E402
 from tests.hooks.traced_models import one, recorded  # noqa: E402
 

@@ -19,12 +19,12 @@ import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 
 from polyattn.errors import TraceError  # noqa: E402
-from polyattn.jax.trace import tap, trace  # noqa: E402
-from polyattn.jax.trace.host_statistics import ready  # noqa: E402
-from polyattn.jax.trace.words import sign_words  # noqa: E402
 from polyattn.trace import read  # noqa: E402
-from polyattn.trace.sketch import decode, splitmix64  # noqa: E402
+from polyattn.trace.recorders.jax import tap, trace  # noqa: E402
+from polyattn.trace.recorders.jax.host_statistics import ready  # noqa: E402
+from polyattn.trace.recorders.jax.sign_words import sign_words  # noqa: E402
 from polyattn.trace.statistics import statistics  # noqa: E402
+from polyattn.trace.statistics.sketch import decode, splitmix64  # noqa: E402
 
 RNG = np.random.default_rng(0)
 NORMAL = RNG.standard_normal((7, 33, 65))
@@ -251,7 +251,7 @@ def test_rematerialised_taps_record_what_is_run_again(tmp_path: Path) -> None:
 def test_what_the_kernel_cannot_read_ends_no_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from polyattn.jax.trace import host_statistics
+    from polyattn.trace.recorders.jax import host_statistics
 
     if not ready(np.float32):
         pytest.skip("the native kernel does not read JAX's arrays here")

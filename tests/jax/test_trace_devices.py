@@ -18,10 +18,10 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from polyattn.errors import TraceError
-from polyattn.jax.trace import tap, trace
+from polyattn.trace.recorders.jax import tap, trace
 from polyattn.trace import read
 from polyattn.trace.statistics import statistics
-from polyattn.trace.sketch import decode
+from polyattn.trace.statistics.sketch import decode
 
 mesh = jax.make_mesh((4,), ("i",))
 value = np.random.default_rng(0).standard_normal((8, 100)).astype(np.float32)

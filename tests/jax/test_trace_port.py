@@ -17,9 +17,9 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from polyattn.hooks import trace as torch_trace  # noqa: E402
-from polyattn.jax.trace import tap, trace  # noqa: E402
 from polyattn.trace import read  # noqa: E402
 from polyattn.trace.compare import compare  # noqa: E402
+from polyattn.trace.recorders.jax import tap, trace  # noqa: E402
 
 HEADS, WIDTH, EPS = 4, 16, 1e-6
 RULES = {
@@ -124,7 +124,7 @@ def test_the_culprit_is_named(reference: Any, tmp_path: Path, bug: str, rules: A
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
 def test_the_numbers_are_those_of_a_torch_trace_to_the_last_bit(tmp_path: Path, dtype: str) -> None:
-    from polyattn.jax.trace.host_statistics import ready
+    from polyattn.trace.recorders.jax.host_statistics import ready
 
     if not ready(np.float32):
         pytest.skip("the native kernel does not read JAX's arrays here")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from polyattn.errors import TraceError
-from polyattn.trace.checks import plain
 from polyattn.trace.fingerprints import (
     Moments,
     block_counts,
@@ -18,6 +17,7 @@ from polyattn.trace.fingerprints import (
     same_layout,
     slices,
 )
+from polyattn.trace.format.field_checks import plain
 
 RNG = np.random.default_rng(2)
 

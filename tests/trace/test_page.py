@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from polyattn.errors import TraceError
-from polyattn.trace.page import page
+from polyattn.report.verdict import page
 from tests.trace.page_verdicts import HOSTILE, different, endless, hostile, long, same, unknown
 
 VERDICTS = {

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from polyattn.report.verdict import page, write_page
 from polyattn.trace.compare import Verdict
-from polyattn.trace.page import page, write_page
 from tests.trace.page_verdicts import HOSTILE, different, endless, hostile, long, same, unknown
 
 pytest.importorskip("selenium", reason="selenium is not installed")

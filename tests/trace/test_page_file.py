@@ -12,8 +12,8 @@ import pytest
 
 from polyattn.cli import main
 from polyattn.errors import TraceError
+from polyattn.report.verdict import page, write_page
 from polyattn.trace import TraceWriter
-from polyattn.trace.page import page, write_page
 from tests.trace.page_verdicts import different, hostile, same
 
 needs_rights = pytest.mark.skipif(

@@ -3,9 +3,9 @@ import pytest
 
 from polyattn.errors import TraceError
 from polyattn.trace import TraceWriter, read
-from polyattn.trace.record import MOMENTS
-from polyattn.trace.sketch import distance, sketch
+from polyattn.trace.format.record import MOMENTS
 from polyattn.trace.statistics import statistics
+from polyattn.trace.statistics.sketch import distance, sketch
 
 RNG = np.random.default_rng(5)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polyattn.errors import TraceError
 from polyattn.trace import Trace, TraceReader, TraceWriter, read
-from polyattn.trace.encoding import pack
+from polyattn.trace.statistics.sketch_text import pack
 
 RNG = np.random.default_rng(4)
 RECORD = {

@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from polyattn.errors import TraceError
-from polyattn.trace.encoding import pack, unpack
-from polyattn.trace.sketch import decode, distance, encode, flat_index, sketch, splitmix64
+from polyattn.trace.statistics.sketch import (
+    decode,
+    distance,
+    encode,
+    flat_index,
+    sketch,
+    splitmix64,
+)
+from polyattn.trace.statistics.sketch_text import pack, unpack
 
 RNG = np.random.default_rng(0)
 

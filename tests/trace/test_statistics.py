@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from polyattn.errors import TraceError
-from polyattn.trace import sketch as sketches
-from polyattn.trace.checks import parse
-from polyattn.trace.record import DEFAULT_STATISTICS, MOMENTS, line_of, parse_record
+from polyattn.trace.format.field_checks import parse
+from polyattn.trace.format.record import DEFAULT_STATISTICS, MOMENTS, line_of, parse_record
+from polyattn.trace.statistics import sketch as sketches
 from polyattn.trace.statistics import statistics
 
 RNG = np.random.default_rng(1)

@@ -7,7 +7,7 @@ import pytest
 from polyattn.errors import TraceError
 from polyattn.trace import Header, TraceWriter, read
 from polyattn.trace.fingerprints import fingerprint, matches, moments
-from polyattn.trace.record import DEFAULT_STATISTICS
+from polyattn.trace.format.record import DEFAULT_STATISTICS
 from polyattn.trace.statistics import statistics
 
 RNG = np.random.default_rng(3)

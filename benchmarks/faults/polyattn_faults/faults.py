@@ -20,7 +20,7 @@ from torch import nn
 
 from polyattn.bench.trace.command import Options
 from polyattn.errors import MissingDependency
-from polyattn.hooks.activation_trace.weights import remembered_fingerprints
+from polyattn.trace.recorders.torch.weights import remembered_fingerprints
 from polyattn_faults.answers import Reference, answer, said
 from polyattn_faults.architectures import ARCHITECTURES, Architecture, chosen
 from polyattn_faults.clean import PORTS

@@ -16,7 +16,7 @@ void append_number(std::string& out, double x);
 // Appends an integer.
 void append_integer(std::string& out, int64_t x);
 
-// Appends a sketch of polyattn.trace.encoding in its plain form: base64 of little-endian float32.
+// Appends a sketch of polyattn.trace.statistics.sketch_text in its plain form: base64 of little-endian float32.
 void append_sketch(std::string& out, const double* buckets);
 
 // Whether a row is written in the plain way: elements, all numbers finite, a sketch float32 holds.

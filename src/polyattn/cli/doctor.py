@@ -115,7 +115,7 @@ def _settings(amiss: list[str]) -> dict[str, Any]:
 
 def _check_tracing(now: settings.Settings, amiss: list[str]) -> None:
     """Add the settings of the activation trace that no trace would take."""
-    from polyattn.trace.record import STATISTICS
+    from polyattn.trace.format.record import STATISTICS
 
     try:
         re.compile(now.trace_layers or "")

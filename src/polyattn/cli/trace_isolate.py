@@ -21,9 +21,9 @@ from polyattn.cli.trace_verdict import add_options, report, rules_of, tolerance_
 from polyattn.errors import TraceError
 
 if TYPE_CHECKING:
-    from polyattn.hooks.activation_trace.run import ActivationTrace
     from polyattn.trace import Trace
     from polyattn.trace.compare import Verdict
+    from polyattn.trace.recorders.torch.model_trace import ActivationTrace
 
 __all__ = ["main"]
 
@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     options = made.parse_args(ours)
     check_program(program)
     rules, tolerance = rules_of(options), tolerance_of(options.tolerance)
-    from polyattn.hooks.isolation.replay import refuse_without_tensors
     from polyattn.trace import read
+    from polyattn.trace.isolate.replay import refuse_without_tensors
 
     ranks = Ranks.here()
     source = ranks.own(options.reference, "--reference")
@@ -181,7 +181,7 @@ class _Replay:
     ) -> None:
         import torch
 
-        from polyattn.hooks.isolation.replay import feed_of
+        from polyattn.trace.isolate.replay import feed_of
 
         self._port = port
         self._layers: str | None = options.layers
@@ -211,8 +211,8 @@ class _Replay:
 
     def write(self, target: Path) -> Trace:
         """Write the isolated trace to `target`, and return it."""
-        from polyattn.hooks.isolation.replay import written
         from polyattn.trace import read
+        from polyattn.trace.isolate.replay import written
 
         assert self._run is not None
         return written(read(self._run.path), self._feed, target, self._port)
@@ -221,8 +221,8 @@ class _Replay:
         self, judged: Callable[[Trace], Verdict], path: Path, moved: Callable[[], Iterator[Trace]]
     ) -> None:
         """Where it may change the verdict, have what is written say the noise of `moved` runs."""
-        from polyattn.hooks.isolation.rounding import ROUNDINGS
         from polyattn.trace.compare.noise import noise_of, worth_measuring
+        from polyattn.trace.isolate.rounding import ROUNDINGS
 
         isolated = self.write(path)
         if worth_measuring(judged(isolated)):
@@ -230,9 +230,9 @@ class _Replay:
 
     def _feed_it(self, run: ActivationTrace) -> None:
         """Feed the program's first model that is the recorded one."""
-        from polyattn.hooks.activation_trace.selection import choose_modules
-        from polyattn.hooks.isolation.feeding import feeding
-        from polyattn.hooks.isolation.precision import widened
+        from polyattn.trace.isolate.feeding import feeding
+        from polyattn.trace.isolate.precision import widened
+        from polyattn.trace.recorders.torch.what_to_record import choose_modules
 
         names = {name: type(one).__name__ for name, one in run.model.named_modules()}
         if self._run is not None or names != dict(self._port.header.modules):

@@ -31,7 +31,7 @@ class Ranks:
     @classmethod
     def here(cls) -> Ranks:
         """Return what the launcher of this process says."""
-        from polyattn.hooks.activation_trace.heading import rank_and_world
+        from polyattn.trace.recorders.torch.heading import rank_and_world
 
         return cls(*rank_and_world())
 

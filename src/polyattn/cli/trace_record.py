@@ -20,11 +20,11 @@ from polyattn.cli.program import check_program, run_program
 from polyattn.cli.trace_kept import kept
 from polyattn.cli.trace_summary import Summary, summary_of
 from polyattn.errors import TraceError
-from polyattn.trace.output import WAYS_OUT, process_path
+from polyattn.trace.format.output import WAYS_OUT, process_path
 
 if TYPE_CHECKING:
-    from polyattn.hooks.activation_trace.any_program import LeftOut, ProgramTrace
-    from polyattn.hooks.activation_trace.perturbation import Perturbation
+    from polyattn.trace.recorders.torch.any_program import LeftOut, ProgramTrace
+    from polyattn.trace.recorders.torch.perturbation import Perturbation
 
 __all__ = ["main"]
 
@@ -91,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
     """The options of the trace; what can be wrong with them is said before the program runs."""
-    from polyattn.hooks.activation_trace.heading import rank_and_world
-    from polyattn.hooks.activation_trace.selection import choose_statistics, choose_steps
     from polyattn.trace import rank_path
+    from polyattn.trace.recorders.torch.heading import rank_and_world
+    from polyattn.trace.recorders.torch.what_to_record import choose_statistics, choose_steps
 
     choose_statistics(options.stats)
     choose_steps(options.steps)
@@ -126,7 +126,7 @@ def _pattern(option: str, given: str) -> re.Pattern[str]:
 
 def _perturbation(given: str) -> Perturbation:
     """The process ends after the program, so no weights are kept to be put back."""
-    from polyattn.hooks.activation_trace.perturbation import Perturbation
+    from polyattn.trace.recorders.torch.perturbation import Perturbation
 
     if not given.isascii() or not given.isdecimal():
         raise TraceError(f"got --perturb {given!r}, expected a seed: an integer, 0 or more.")

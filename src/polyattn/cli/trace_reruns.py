@@ -16,7 +16,7 @@ from polyattn.cli.printing import note
 from polyattn.cli.trace_table import printable
 from polyattn.errors import TraceError
 from polyattn.trace import Trace, read
-from polyattn.trace.record import STATISTICS
+from polyattn.trace.format.record import STATISTICS
 
 __all__ = ["recording_options", "reruns"]
 

@@ -15,7 +15,7 @@ from polyattn.cli.trace_summary import some_steps
 from polyattn.cli.trace_table import print_table, printable, separate
 from polyattn.errors import TraceError
 from polyattn.trace import Record, Trace, read
-from polyattn.trace.perturbed import seeds_of
+from polyattn.trace.format.perturbed import seeds_of
 
 __all__ = ["main"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyattn.trace import checks
+from polyattn.trace.format import field_checks as checks
 
 __all__ = ["Summary", "some_steps", "summary_of"]
 

@@ -95,7 +95,7 @@ def report(
 
 def _page(verdict: Verdict, path: str) -> TraceError | None:
     """Write the page, before the report: `| head` may end that. An error waits for the report."""
-    from polyattn.trace.page import write_page
+    from polyattn.report.verdict import write_page
 
     try:
         note(f"page: {write_page(verdict, path)}")

@@ -32,19 +32,19 @@ if importlib.util.find_spec("torch") is None:
     )
 
 from polyattn.errors import HookError
-from polyattn.hooks.activation_trace import (
+from polyattn.hooks.forward_hook import ForwardHook, recomputing
+from polyattn.hooks.manager import HookHandle, ModuleHookManager
+from polyattn.trace.recorders.torch import (
     attach_activation_trace,
     detach_activation_trace,
     trace_step,
 )
-from polyattn.hooks.hooks import ForwardHook, recomputing
-from polyattn.hooks.manager import HookHandle, ModuleHookManager
 
 if typing.TYPE_CHECKING:
-    from polyattn.hooks.activation_trace import ActivationStatHook, JsonlSink, trace, trace_any
-    from polyattn.hooks.assertion import assert_same_activations
-    from polyattn.hooks.isolation import isolate
+    from polyattn.trace.assertion import assert_same_activations
     from polyattn.trace.compare import compare
+    from polyattn.trace.isolate import isolate
+    from polyattn.trace.recorders.torch import ActivationStatHook, JsonlSink, trace, trace_any
 
 __all__ = [
     "ActivationStatHook", "ForwardHook", "HookError", "HookHandle", "JsonlSink",
@@ -53,19 +53,20 @@ __all__ = [
     "trace_step",
 ]  # fmt: skip
 
-_LAZY = {
-    "ActivationStatHook": "polyattn.hooks.activation_trace",
-    "JsonlSink": "polyattn.hooks.activation_trace",
-    "assert_same_activations": "polyattn.hooks.assertion",
+
+_LAZY = {  # a trace that is off loads nothing
+    "ActivationStatHook": "polyattn.trace.recorders.torch",
+    "JsonlSink": "polyattn.trace.recorders.torch",
+    "assert_same_activations": "polyattn.trace.assertion",
     "compare": "polyattn.trace.compare",
-    "isolate": "polyattn.hooks.isolation",
-    "trace": "polyattn.hooks.activation_trace",
-    "trace_any": "polyattn.hooks.activation_trace",
+    "isolate": "polyattn.trace.isolate",
+    "trace": "polyattn.trace.recorders.torch",
+    "trace_any": "polyattn.trace.recorders.torch",
 }
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name not in _LAZY:  # a trace that is off loads nothing
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)
 

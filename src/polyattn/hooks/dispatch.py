@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from polyattn.errors import HookError
-from polyattn.hooks.hooks import ForwardHook
+from polyattn.hooks.forward_hook import ForwardHook
 from polyattn.torch.internals import call_code, run_uncompiled
 
 __all__ = ["Dispatcher", "Inert", "Step"]

@@ -19,7 +19,7 @@ from torch import nn
 from polyattn.errors import HookError, near_matches
 from polyattn.hooks.compiled import forget_graphs_with, guard_on_hooks
 from polyattn.hooks.dispatch import Dispatcher, Inert, Step
-from polyattn.hooks.hooks import ForwardHook
+from polyattn.hooks.forward_hook import ForwardHook
 from polyattn.torch.internals import hook_tables
 
 __all__ = ["HookHandle", "ModuleHookManager"]

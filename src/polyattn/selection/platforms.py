@@ -16,7 +16,7 @@ from polyattn.errors import PolyattnError, near_matches
 from polyattn.problem import Problem
 
 if TYPE_CHECKING:
-    from polyattn.selection.evidence.machine import Machine
+    from polyattn.selection.processor_kind import Machine
 
 __all__ = [
     "FACES", "Described", "Platform", "Probe", "Prober", "find_platform", "platform_of",

@@ -23,7 +23,7 @@ from polyattn.native import forms, module
 from polyattn.problem import MaskFacts, Problem
 from polyattn.selection import Selection, Source
 from polyattn.selection.choice import prepared
-from polyattn.selection.evidence.machine import Machine
+from polyattn.selection.processor_kind import Machine
 from polyattn.selection.registry import Available
 from polyattn.torch.internals import (
     function_modes,

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from polyattn.errors import TraceError
-from polyattn.trace import sketch as sketches
-from polyattn.trace.values import as_array, dtype_name, row
+from polyattn.trace.statistics import sketch as sketches
+from polyattn.trace.statistics.values import as_array, dtype_name, row
 
 __all__ = [
     "Moments", "TOLERANCE", "assemble", "block_counts", "fingerprint", "marginals", "matches",

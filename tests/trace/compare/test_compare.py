@@ -272,7 +272,7 @@ def test_flags_and_their_differences(tmp_path: Path) -> None:
 def test_perturbed_weights_are_a_condition(
     tmp_path: Path, seeds: Any, holds: bool, said: str
 ) -> None:
-    from polyattn.trace.page import page
+    from polyattn.report.verdict import page
 
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for path, seed in zip(paths, seeds, strict=True):

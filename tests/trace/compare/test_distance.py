@@ -10,7 +10,7 @@ import pytest
 
 from polyattn.trace import Record
 from polyattn.trace.compare.distance import distance
-from polyattn.trace.record import parse_record
+from polyattn.trace.format.record import parse_record
 from polyattn.trace.statistics import statistics
 
 RNG = np.random.default_rng(0)
@@ -48,7 +48,7 @@ def test_it_never_claims_more_than_there_is() -> None:
 
 def test_what_the_sketch_cannot_see_is_seen_elsewhere() -> None:
     """Two changes that cancel in their bucket leave the norm, the extremes or a sample."""
-    from polyattn.trace.sketch import sketch
+    from polyattn.trace.statistics.sketch import sketch
 
     x = RNG.standard_normal(640)
     x[5::64] = 0.0  # where the changes are: both make the norm greater

@@ -13,7 +13,7 @@ from polyattn.trace.compare import Verdict, compare
 from polyattn.trace.compare.counterparts import counterparts
 from polyattn.trace.compare.drift import drifts
 from polyattn.trace.compare.frames import frames_of
-from polyattn.trace.isolated import mark_isolated
+from polyattn.trace.format.isolated import mark_isolated
 
 RNG = np.random.default_rng(0)
 X, Y, Z = (RNG.standard_normal((16, 64)).astype(np.float16) for _ in range(3))

@@ -16,10 +16,10 @@ from polyattn import settings
 from polyattn.problem.machine import Facts
 from polyattn.selection import scopes
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence, Figure
-from polyattn.selection.evidence.machine import Machine
 from polyattn.selection.evidence.records import Record, find
 from polyattn.selection.evidence.rows import device_of, figures_of
 from polyattn.selection.platforms import Prober, find_platform
+from polyattn.selection.processor_kind import Machine
 from polyattn.tuning import Measurement, lookup
 
 __all__ = ["Place", "assume", "in_force", "kept", "place_of", "is_assumed", "told"]

@@ -17,7 +17,7 @@ from typing import Any
 from polyattn.errors import PolyattnError
 from polyattn.selection.evidence.figures import Figure
 from polyattn.selection.evidence.kinds import DTYPES, KINDS
-from polyattn.selection.evidence.machine import Machine
+from polyattn.selection.processor_kind import Machine
 
 __all__ = ["SCHEMA", "Record", "find", "parse", "shipped"]
 

@@ -24,7 +24,7 @@ from polyattn.trace.compare.judge import Called, Event, coarse
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import JUMP
 from polyattn.trace.compare.verdict import Culprit
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["Walk"]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from polyattn.errors import TraceError
 from polyattn.trace.compare.distance import distance
-from polyattn.trace.contents import Trace
-from polyattn.trace.reader import read
-from polyattn.trace.record import Record
+from polyattn.trace.format.contents import Trace
+from polyattn.trace.format.reader import read
+from polyattn.trace.format.record import Record
 
 __all__ = ["META", "SCHEMA", "Floor", "build", "load", "save"]
 

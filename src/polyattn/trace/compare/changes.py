@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.judge import Called, Event
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["Changes"]
 

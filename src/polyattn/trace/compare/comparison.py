@@ -21,8 +21,8 @@ from polyattn.trace.compare.rows import rows as rows_of
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import Thresholds, Tolerance
 from polyattn.trace.compare.verdict import Coverage, Culprit, Guard, Verdict
-from polyattn.trace.contents import Trace
-from polyattn.trace.reader import read
+from polyattn.trace.format.contents import Trace
+from polyattn.trace.format.reader import read
 
 __all__ = ["compare"]
 

@@ -12,8 +12,8 @@ from polyattn.trace.compare.form import Form
 from polyattn.trace.compare.judge import Event, Tensor, judge
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import Thresholds
-from polyattn.trace.contents import Trace
-from polyattn.trace.record import Record
+from polyattn.trace.format.contents import Trace
+from polyattn.trace.format.record import Record
 
 __all__ = ["Counterparts", "Key", "counterparts", "key_of"]
 

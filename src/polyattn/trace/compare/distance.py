@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polyattn.trace.record import UNKNOWN, Record
+from polyattn.trace.format.record import UNKNOWN, Record
 
 __all__ = ["COARSE", "EPS", "Distance", "distance", "floating", "precision"]
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from polyattn.trace.compare.distance import floating
 from polyattn.trace.compare.frames import Frame
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["drifts", "fed"]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from polyattn.trace.compare.distance import distance
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.judge import Called, Event, coarse
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["Form"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["Frame", "ancestors", "frames_of"]
 

@@ -14,9 +14,9 @@ from polyattn.trace.compare.judge import Called, Event
 from polyattn.trace.compare.parameters import Difference
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.verdict import Guard
-from polyattn.trace.contents import Trace
-from polyattn.trace.perturbed import seeds_of
-from polyattn.trace.reader import read
+from polyattn.trace.format.contents import Trace
+from polyattn.trace.format.perturbed import seeds_of
+from polyattn.trace.format.reader import read
 
 __all__ = [
     "Reruns", "dtypes", "ended", "flags", "inputs", "perturbation", "repeats", "steps", "weights",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.judge import Called
 from polyattn.trace.compare.side import same_class
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["withheld"]
 

@@ -11,7 +11,7 @@ from polyattn.trace.compare.distance import COARSE, Distance, distance, floating
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.tensors import pair
 from polyattn.trace.compare.thresholds import Limit, Thresholds
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["Called", "Event", "Tensor", "judge"]
 

@@ -17,8 +17,8 @@ from polyattn.trace.compare.counterparts import Key
 from polyattn.trace.compare.distance import distance, floating
 from polyattn.trace.compare.judge import Called, Event
 from polyattn.trace.compare.verdict import Verdict
-from polyattn.trace.contents import Trace
-from polyattn.trace.record import Record
+from polyattn.trace.format.contents import Trace
+from polyattn.trace.format.record import Record
 
 __all__ = ["RERUNS", "noise_notes", "noise_of", "worth_measuring"]
 

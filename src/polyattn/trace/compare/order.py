@@ -10,7 +10,7 @@ from itertools import pairwise
 from polyattn.trace.compare.distance import distance
 from polyattn.trace.compare.frames import Frame, ancestors
 from polyattn.trace.compare.side import Module, Side, alike
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["by_contents", "by_place", "by_suffix"]
 

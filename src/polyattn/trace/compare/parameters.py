@@ -12,7 +12,7 @@ from polyattn.trace.compare.alignment import Alignment, Match
 from polyattn.trace.compare.distance import precision
 from polyattn.trace.compare.side import Side, alike
 from polyattn.trace.compare.weights import Weight
-from polyattn.trace.sketch import distance
+from polyattn.trace.statistics.sketch import distance
 
 __all__ = ["Difference", "count", "differences", "meant"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn.trace.compare.frames import Frame, frames_of
-from polyattn.trace.contents import Trace
+from polyattn.trace.format.contents import Trace
 
 __all__ = ["Module", "Side", "alike", "same_class"]
 

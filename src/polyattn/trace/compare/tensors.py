@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from polyattn.trace.compare.distance import distance
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["pair"]
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from polyattn.errors import TraceError
 from polyattn.trace.compare.calibration import Floor
 from polyattn.trace.compare.distance import COARSE, Distance, floating, precision
-from polyattn.trace.record import Record
+from polyattn.trace.format.record import Record
 
 __all__ = ["JUMP", "NOISE", "K", "Limit", "Thresholds", "Tolerance"]
 

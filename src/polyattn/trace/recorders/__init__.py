@@ -1,0 +1,1 @@
+"""What makes records of a running program: of NumPy arrays, of torch modules, of JAX programs."""

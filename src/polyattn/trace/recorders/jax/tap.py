@@ -1,0 +1,137 @@
+"""`tap`: a value passes through unchanged, and is recorded while a trace is active."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from polyattn.errors import TraceError
+from polyattn.trace.recorders.jax.active_trace import Active, Tapped, active, deliver
+from polyattn.trace.recorders.jax.device_statistics import supported, vector
+from polyattn.trace.recorders.jax.host_statistics import host_vector, ready
+
+__all__ = ["tap"]
+
+_DEFAULTS = {"in": "args[0]", "out": "out", "param": "param"}
+_GRADIENTS = {"in": "grad_in", "out": "grad_out"}
+_MOST = 2**32
+_positions = itertools.count()
+
+
+def tap(
+    x: Any, module: str, phase: str = "out", *, tensor: str | None = None, cls: str = ""
+) -> Any:
+    """Return `x` as it is; record it as `module`'s input or output while a trace is active.
+
+    `x`: an array or a pytree of them (``out[0]``, ``out.logits``). `phase`: "in", "out" or "param".
+    `tensor`: which tensor of these, ``args[0]`` and ``out`` by default. `cls`: the module's class.
+    Anywhere in JAX: eager, under ``jit``, ``grad``, ``scan``, ``cond``, ``while_loop``,
+    ``checkpoint``; under ``vmap`` the batch is recorded as the first dimension. Without a trace
+    nothing of it is in the compiled program. Raises TraceError, under a trace, for what cannot be
+    recorded, as inside ``shard_map`` and ``pmap``.
+    """
+    run = active()
+    if run is None:
+        return x
+    if phase not in _DEFAULTS or not isinstance(module, str):
+        raise TraceError(
+            f"got tap({module!r}, {phase!r}), expected a module's name and a phase of "
+            f"{', '.join(_DEFAULTS)}; gradients are recorded by trace(..., gradients=True)."
+        )
+    if not run.wants(module):
+        return x
+    _refuse_parts(module)
+    name = _DEFAULTS[phase] if tensor is None else tensor
+    leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    taken = [
+        _leaf(run, leaf, (module, phase, name + "".join(map(_step, path)), cls))
+        for path, leaf in leaves
+    ]
+    return jax.tree_util.tree_unflatten(tree, taken)
+
+
+def _step(key: Any) -> str:
+    """One step of the path to a leaf as records write it: ``[0]`` or ``.name``."""
+    index = getattr(key, "idx", None)
+    if index is not None:
+        return f"[{index}]"
+    return f".{getattr(key, 'name', None) or getattr(key, 'key', key)}"
+
+
+def _refuse_parts(module: str) -> None:
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes:
+        named = tuple(axis for axis in axes if not str(axis).startswith("_"))  # pmap's, unnamed
+        over = f" over the axes {named}" if named else ""
+        raise TraceError(
+            f"got the tap {module!r} inside shard_map or pmap{over}, where it sees one device's "
+            "part; tap the whole value outside of it."
+        )
+
+
+def _leaf(run: Active, x: Any, place: tuple[str, str, str, str]) -> Any:
+    if not isinstance(x, jax.Array) and not hasattr(x, "__array__"):
+        return x
+    if not supported(x.dtype):
+        raise TraceError(f"got the tap {place[0]!r} of dtype {x.dtype}, expected numbers.")
+    _record(run, lax.stop_gradient(x), place)
+    module, phase, name, cls = place
+    if run.gradients and phase in _GRADIENTS and jnp.issubdtype(x.dtype, jnp.inexact):
+        return _with_gradient(run, (module, _GRADIENTS[phase], name, cls))(x)
+    return x
+
+
+def _record(run: Active, x: Any, place: tuple[str, str, str, str]) -> None:
+    position = next(_positions)
+
+    @custom_vmap
+    def record(value: jax.Array) -> tuple[()]:
+        _send(run, value, Tapped(*place, tuple(value.shape), value.dtype, position))
+        return ()
+
+    @record.def_vmap
+    def batched(size: int, is_batched: Any, value: jax.Array) -> tuple[Any, Any]:
+        return record(value), ()
+
+    record(x)
+
+
+def _send(run: Active, value: jax.Array, tapped: Tapped) -> None:
+    size = math.prod(tapped.shape)
+    if 2 * size >= _MOST:
+        raise TraceError(
+            f"got the tap {tapped.module!r} of {size} elements, expected less than 2**31: tap "
+            "slices of it by names of their own."
+        )
+    mesh = jax.typeof(value).sharding.mesh
+    if mesh.are_all_axes_explicit:  # where every reshape would have to say how it is sharded
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        value = jax.sharding.reshard(value, whole)
+    if not size:
+        found = jnp.zeros(0, jnp.int32)
+    else:
+        found = host_vector(value) if ready(value.dtype) else vector(value)
+    jax.debug.callback(partial(deliver, run.slot, tapped), found, ordered=run.ordered)
+
+
+def _with_gradient(run: Active, place: tuple[str, str, str, str]) -> Callable[[Any], Any]:
+    """The identity, whose gradient is recorded on its way back."""
+
+    @jax.custom_vjp
+    def same(x: Any) -> Any:
+        return x
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        _record(run, lax.stop_gradient(gradient), place)
+        return (gradient,)
+
+    same.defvjp(lambda x: (x, None), backward)
+    return same
