@@ -155,9 +155,11 @@ def attention_time() -> Iterator[list[float]]:
 
 
 def compare_times(
-    stock: Callable[[], float], ours: Callable[[], float], rounds: int,
+    stock: Callable[[], float],
+    ours: Callable[[], float],
+    rounds: int,
     each: Callable[[int], object] = lambda done: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Time both in turn, in one process; the order turns from round to round.
 
     Both return the seconds that were spent in attention.
@@ -174,15 +176,19 @@ def compare_times(
     ratios = [a / b for a, b in zip(times["stock"], times["polyattn"], strict=True)]
     found: dict[str, Any] = {
         name: {
-            "median_s": statistics.median(t), "min_s": min(t), "max_s": max(t),
+            "median_s": statistics.median(t),
+            "min_s": min(t),
+            "max_s": max(t),
             "attention_s": statistics.median(attention[name]),
         }
         for name, t in times.items()
-    }  # fmt: skip
+    }
     found["speedup"] = {
-        "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios),
+        "median": statistics.median(ratios),
+        "min": min(ratios),
+        "max": max(ratios),
         "rounds": rounds,
-    }  # fmt: skip
+    }
     return found
 
 
@@ -220,13 +226,15 @@ def run(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     with route_sdpa(recorder):
         embedded("embedding, recording what attention is asked for")
     bounds = Bounds(
-        prepare_s=max(5.0, options.compile_seconds), prepare_total_s=options.compile_seconds,
+        prepare_s=max(5.0, options.compile_seconds),
+        prepare_total_s=options.compile_seconds,
         total_s=options.tune_seconds,
-    )  # fmt: skip
+    )
     tuned = tune(
-        recorder.record().cases, bounds=bounds,
+        recorder.record().cases,
+        bounds=bounds,
         progress=lambda done, total, doing: report(done, total, f"tuning: {doing}"),
-    )  # fmt: skip
+    )
     ran = Recorder()
     with route_sdpa(ran):
         ours = embedded("embedding through polyattn")

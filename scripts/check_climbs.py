@@ -19,10 +19,7 @@ REASONS = {
     ("polyattn.selection.platforms", "polyattn.torch.api"): "a front registers its platform",
     ("polyattn.selection.registry", "polyattn.backends.discovery"): "kernels register themselves",
     ("polyattn.selection.registry", "polyattn.backends"): "the name of the group of entry points",
-    (
-        "polyattn.backends.declaring",
-        "polyattn.torch.internals",
-    ): "a floor, as the contract says",
+    ("polyattn.backends.declaring", "polyattn.torch.internals"): "a floor, as the contract says",
     ("polyattn.cli.flags_table", "polyattn.*.flags"): "commands are above both frameworks' flags",
 }
 

@@ -65,9 +65,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def converted(
-    bench: Mapping[str, Any], name: str, hardware: str, who: Mapping[str, Any],
-    threads: Sequence[int] | None = None, note: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    bench: Mapping[str, Any],
+    name: str,
+    hardware: str,
+    who: Mapping[str, Any],
+    threads: Sequence[int] | None = None,
+    note: str = "",
+) -> dict[str, Any]:
     """Return the record that the record of a bench makes."""
     if bench["quick"] or bench["backend"] not in TIMED or not bench["native"]:
         raise SystemExit("got a --quick bench, or one of another backend: neither is evidence")
@@ -75,23 +79,30 @@ def converted(
     for dtype, kind, ratio in _measured(bench["rows"]):
         ratios.setdefault(dtype, {}).setdefault(kind, []).append(ratio)
     return {
-        "schema": SCHEMA, "name": name, "hardware": hardware,
+        "schema": SCHEMA,
+        "name": name,
+        "hardware": hardware,
         "matches": {
-            **who, "level": level_of(frozenset(bench["machine"]["flags"]) | _neon(bench)),
-            "isa": bench["native"]["isa"], "bfloat16": _form(bench["native"]),
+            **who,
+            "level": level_of(frozenset(bench["machine"]["flags"]) | _neon(bench)),
+            "isa": bench["native"]["isa"],
+            "bfloat16": _form(bench["native"]),
             "torch": [release_of(bench["versions"]["torch"])],
             "threads": list(threads or (1, 2 * bench["threads"])),
         },
         "made": {
-            "command": f"`{bench['command']}`", "date": bench["date"],
-            "torch": bench["versions"]["torch"], "polyattn": bench["versions"]["polyattn"],
-            "threads": bench["threads"], "note": note,
+            "command": f"`{bench['command']}`",
+            "date": bench["date"],
+            "torch": bench["versions"]["torch"],
+            "polyattn": bench["versions"]["polyattn"],
+            "threads": bench["threads"],
+            "note": note,
         },
         "figures": {
             dtype: {kind: _figure(kinds[kind]) for kind in KINDS if kind in kinds}
             for dtype, kinds in ratios.items()
         },
-    }  # fmt: skip
+    }
 
 
 def _form(native: Mapping[str, Any]) -> str:
@@ -103,18 +114,22 @@ def _neon(bench: Mapping[str, Any]) -> frozenset[str]:
     return frozenset({"neon"} if "asimd" in bench["machine"]["flags"] else ())
 
 
-def _measured(
-    rows: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[str, str, Mapping[str, float]]]:
+def _measured(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Mapping[str, float]]]:
     """Yield dtype, kind and ratio of each row that is of a kind, right and large enough."""
     for row in rows:
         if row.get("wrong") or row["mask"] not in MASKS:
             continue
         problem = Problem(
-            batch=row["batch"], q_len=row["q_len"], kv_len=row["kv_len"], heads=row["heads"],
-            kv_heads=row["kv_heads"], head_dim=row["head_dim"], dtype=row["dtype"],
-            grad=bool(row["train"]), mask=MASKS[row["mask"]],
-        )  # fmt: skip
+            batch=row["batch"],
+            q_len=row["q_len"],
+            kv_len=row["kv_len"],
+            heads=row["heads"],
+            kv_heads=row["kv_heads"],
+            head_dim=row["head_dim"],
+            dtype=row["dtype"],
+            grad=bool(row["train"]),
+            mask=MASKS[row["mask"]],
+        )
         if is_small(problem) and (problem.grad or problem.gqa or problem.mask):
             continue
         # what would run in the kernel's stead: of grouped decoding, sdpa_flash folds the heads
@@ -128,10 +143,11 @@ def _figure(ratios: Sequence[Mapping[str, float]]) -> dict[str, float | int]:
     """Return the spread over the problems; of few of them, that over the repeats of each."""
     low, high = ("q1", "q3") if len(ratios) < _FEW else ("median", "median")
     return {
-        "problems": len(ratios), "low": min(one[low] for one in ratios),
+        "problems": len(ratios),
+        "low": min(one[low] for one in ratios),
         "median": round(statistics.median(one["median"] for one in ratios), 3),
         "high": max(one[high] for one in ratios),
-    }  # fmt: skip
+    }
 
 
 _FEW = 4

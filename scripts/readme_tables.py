@@ -41,9 +41,12 @@ def rows(backend: Backend) -> Iterator[tuple[str, ...]]:
     declared = backend.capabilities
     for can in declared if isinstance(declared, tuple) else (declared,):
         yield (
-            f"`{backend.name}`", ", ".join(sorted(can.devices)), dtypes(can), refusals(can),
+            f"`{backend.name}`",
+            ", ".join(sorted(can.devices)),
+            dtypes(can),
+            refusals(can),
             backend.summary,
-        )  # fmt: skip
+        )
 
 
 def dtypes(can: Capabilities) -> str:
@@ -77,12 +80,7 @@ def costs() -> str:
         f"{record['date'][:10]}, others busy {busy:.0%}: "
         f"[the record]({path.relative_to(ROOT).as_posix()})."
     )
-    lines = [
-        where,
-        "",
-        "| call | over the kernel, us | goal |",
-        "|---|---:|---|",
-    ]
+    lines = [where, "", "| call | over the kernel, us | goal |", "|---|---:|---|"]
     for name in SHOWN:
         row = found[name]
         goal = "" if row["goal_us"] is None else f"{row['goal_us']}: {_met(row['met'])}"

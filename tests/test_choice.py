@@ -49,9 +49,13 @@ def plug_in() -> Iterator[Callable[..., Backend]]:
         }  # fmt: skip
         framework = declared.pop("framework", "torch")
         backend = Backend(
-            name, framework, Capabilities(**declared), lambda: Available("1"), load,
+            name,
+            framework,
+            Capabilities(**declared),
+            lambda: Available("1"),
+            load,
             extra=declared.pop("extra", None),
-        )  # fmt: skip
+        )
         made.append(registry.register(backend))
         return backend
 
@@ -137,9 +141,13 @@ def test_a_backend_of_another_framework_is_refused_at_the_call(
 def jaxs_front() -> Iterator[Platform]:
     """A front for JAX, as one registers itself; polyattn has none yet."""
     front = Platform(
-        framework="jax", versions=lambda: "jax=0", device_description=lambda kind: f"{kind}:any",
-        present_device=lambda: ("cpu", None), described=lambda x: None, attention=len,
-    )  # fmt: skip
+        framework="jax",
+        versions=lambda: "jax=0",
+        device_description=lambda kind: f"{kind}:any",
+        present_device=lambda: ("cpu", None),
+        described=lambda x: None,
+        attention=len,
+    )
     register_platform(front)
     yield front
     del platforms._registered["jax"]
@@ -222,8 +230,10 @@ def test_a_setting_that_cannot_be_met_is_not_taken_for_a_fault(
 ) -> None:
     if isinstance(explain(PROBLEM).decisions["native_cpu"], Rejected):
         pytest.skip("native_cpu is not built here")
-    monkeypatch.setenv("POLYATTN_NATIVE_ISA", "neon" if torch.backends.cpu.get_cpu_capability()
-                       .startswith("AVX") else "avx2")  # fmt: skip
+    monkeypatch.setenv(
+        "POLYATTN_NATIVE_ISA",
+        "neon" if torch.backends.cpu.get_cpu_capability().startswith("AVX") else "avx2",
+    )
     with pytest.raises(PolyattnError, match="POLYATTN_NATIVE_ISA"):
         attention(Q, Q, Q, backend="native_cpu")
     monkeypatch.delenv("POLYATTN_NATIVE_ISA")
@@ -326,9 +336,7 @@ def test_after_one_right_result_the_kernel_is_bare(plug_in: Callable[..., Backen
     assert not plan_for(PROBLEM, ASKED).is_final  # another backend of that name
 
 
-def test_a_wrong_result_is_not_taken_for_a_right_one_later(
-    plug_in: Callable[..., Backend],
-) -> None:
+def test_a_wrong_result_is_not_taken_for_a_right_one_later(plug_in: Callable[..., Backend]) -> None:
     results = [Q[:, :1], Q, Q[:, :1]]
     plug_in(giving(lambda *_: results.pop(0)))
     plan = plan_for(PROBLEM, ASKED)

@@ -103,9 +103,14 @@ def test_tuned_is_a_preference_and_never_overrides_a_request(registry: Registry)
 
 def test_every_reason_is_given_with_the_offending_values(registry: Registry) -> None:
     hard = SMALL.with_(
-        dtype="float64", head_dim=128, value_dim=128, lse=True, grad=True, device="cuda",
+        dtype="float64",
+        head_dim=128,
+        value_dim=128,
+        lse=True,
+        grad=True,
+        device="cuda",
         mask=MaskFacts.parse("Window(left=1, right=None)", None),
-    )  # fmt: skip
+    )
     with pytest.raises(Unsupported) as caught:
         select(hard, Wishes(), registry)
     text = str(caught.value.decisions["plain"])

@@ -60,9 +60,11 @@ def test_what_is_no_machine_is_refused(text: str, said: str) -> None:
 
 def test_facts_are_checked_however_they_are_made() -> None:
     for make in (
-        lambda: Facts("gpu"), lambda: Facts("cpu", "sm_90"), lambda: Facts.parse(90),
+        lambda: Facts("gpu"),
+        lambda: Facts("cpu", "sm_90"),
+        lambda: Facts.parse(90),
         lambda: Facts("cpu", instructions={"avx3"}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvalidProblem, match="expected"):
             make()
 

@@ -15,8 +15,12 @@ def in_new_process(code: str, folder: Path) -> dict:
     """Run the code in a fresh interpreter; it must print one line of JSON and nothing else."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()

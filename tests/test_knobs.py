@@ -36,9 +36,12 @@ class World:
         )
         knob = Knob(name=name, kind="knob", type="int", about="", where=f"world.{name}")
         return Access(
-            knob=knob, read=lambda: self.state[name], write=put, touches=(cell,),
+            knob=knob,
+            read=lambda: self.state[name],
+            write=put,
+            touches=(cell,),
             verify=lambda value: self.state[name] == value,
-        )  # fmt: skip
+        )
 
     def enter(self, **changes: int) -> Any:
         return self.stack.enter([(self.knobs[n], v) for n, v in changes.items()], "allow")

@@ -33,9 +33,14 @@ class LocalAttention(nn.Module):
         super().__init__()
         backend = get_attn_backend(head_size, torch.float32, default_backend=None)
         self.attn_impl = backend.get_impl_cls()(
-            num_heads=heads, head_size=head_size, softmax_scale=head_size**-0.5,
-            num_kv_heads=heads, causal=causal, prefix="blocks.0.impl", dropout_rate=0,
-        )  # fmt: skip
+            num_heads=heads,
+            head_size=head_size,
+            softmax_scale=head_size**-0.5,
+            num_kv_heads=heads,
+            causal=causal,
+            prefix="blocks.0.impl",
+            dropout_rate=0,
+        )
         self.to_out = nn.Linear(head_size, head_size)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -213,9 +218,12 @@ def test_a_saved_model_works_in_another_process(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[1])
     ran = subprocess.run(
         [sys.executable, "-c", program, str(model_file), str(out_file)],
-        capture_output=True, text=True, timeout=TIME_LIMIT,
-        env={**os.environ, "PYTHONPATH": root}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     torch.testing.assert_close(torch.load(out_file), model(q, q, q).detach())
 

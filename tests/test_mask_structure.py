@@ -15,7 +15,7 @@ from polyattn import (
     PrefixLM,
     Segments,
     Window,
-)  # fmt: skip
+)
 from polyattn.masks.structure import Structure, structure_of
 from polyattn.problem import MaskFacts, Problem
 from polyattn.selection.registry import registry
@@ -77,9 +77,11 @@ def test_biases():
 def test_a_lone_causal_mask():
     both, top, bottom = None, "top_left", "bottom_right"
     for mask, true in (
-        (Causal(), {both, bottom}), (Causal("top_left"), {both, top}),
-        (Causal() & Window(left=1), set()), (Full(), set()),
-    ):  # fmt: skip
+        (Causal(), {both, bottom}),
+        (Causal("top_left"), {both, top}),
+        (Causal() & Window(left=1), set()),
+        (Full(), set()),
+    ):
         facts = MaskFacts.parse(mask.signature, None)
         assert {align for align in (both, top, bottom) if facts.is_causal(align)} == true
 
@@ -96,9 +98,16 @@ def test_what_is_no_signature(text):
 def test_a_bias_of_another_half_type_is_refused(name):
     """Their names hold each other: "float16" is in "bfloat16"."""
     problem = Problem(
-        batch=1, q_len=16, kv_len=16, heads=2, kv_heads=2, head_dim=64, dtype="float16",
-        device="cuda:sm_90", bias="DenseBias(1x2x16x16, bfloat16)",
-    )  # fmt: skip
+        batch=1,
+        q_len=16,
+        kv_len=16,
+        heads=2,
+        kv_heads=2,
+        head_dim=64,
+        dtype="float16",
+        device="cuda:sm_90",
+        bias="DenseBias(1x2x16x16, bfloat16)",
+    )
     check = registry["torch", name].check
     assert [reason.fact for reason in check(problem)] == ["bias"]
     assert not check(problem.with_(bias="DenseBias(1x2x16x16, float16)"))

@@ -20,7 +20,7 @@ from polyattn import (
     PrefixLM,
     Segments,
     Window,
-)  # fmt: skip
+)
 from polyattn.masks.simplify import key_range, sees_every_row, simplify
 
 COUNTS = st.one_of(st.none(), st.integers(0, 6))

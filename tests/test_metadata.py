@@ -200,10 +200,17 @@ def test_foreign_metadata_in_compiled_code() -> None:
     text = torch.tensor([[True, False], [True, True]])
     impl = layer(causal=True)
     for metadata in (
-        None, SDPAMetadata(0), SDPAMetadata(1, KEYS), SDPAMetadata(2, KEYS.long()),
-        SDPAMetadata(3, text), SDPAMetadata(4, torch.randn(B, S)), SDPAMetadata(5, is_causal=True),
-        Slotted(KEYS), Named(KEYS), {"attn_mask": KEYS},
-    ):  # fmt: skip
+        None,
+        SDPAMetadata(0),
+        SDPAMetadata(1, KEYS),
+        SDPAMetadata(2, KEYS.long()),
+        SDPAMetadata(3, text),
+        SDPAMetadata(4, torch.randn(B, S)),
+        SDPAMetadata(5, is_causal=True),
+        Slotted(KEYS),
+        Named(KEYS),
+        {"attn_mask": KEYS},
+    ):
         torch.compiler.reset()
         compiled = torch.compile(impl.forward, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(q, k, v, metadata), impl.forward(q, k, v, metadata))

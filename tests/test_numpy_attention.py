@@ -67,10 +67,17 @@ def painted(mask: Mask | None, t: int = T, s: int = S, b: int = B) -> np.ndarray
 
 
 def naive(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, *, scale: float | None = None,
-    softcap: float | None = None, bias: np.ndarray | None = None, sinks: np.ndarray | None = None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    seen: np.ndarray,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
     dtype: Any = np.float64,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Attention by its definition, heads second, with what errors are measured by."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.astype(dtype), *(np.repeat(x.astype(dtype), group, axis=1) for x in (k, v))
@@ -101,7 +108,7 @@ def naive(
 
 def check(
     got: tuple[Any, Any], dtype: str, q: Any, k: Any, v: Any, seen: Any, **options: Any
-) -> None:  # fmt: skip
+) -> None:
     """Compare out and lse (heads second) with the definition, by the suite's one rule."""
     torch = pytest.importorskip("torch")
     from polyattn.conformance.tolerance import Yardstick, measure
@@ -113,10 +120,14 @@ def check(
     for name, array in zip(("out", "lse"), got, strict=True):
         kind = getattr(torch, dtype if name == "out" else "float32")
         yardstick = Yardstick(
-            name, torch.from_numpy(exact[name]), torch.from_numpy(scales[name]), exact["score"],
-            lambda name=name: torch.from_numpy(near[name]), seen.shape[-1],
+            name,
+            torch.from_numpy(exact[name]),
+            torch.from_numpy(scales[name]),
+            exact["score"],
+            lambda name=name: torch.from_numpy(near[name]),
+            seen.shape[-1],
             name == "lse" and dtype != "float32",
-        )  # fmt: skip
+        )
         found = torch.from_numpy(array.astype(np.float64)).to(kind)  # exact: it came from there
         assert measure(found, yardstick) is None, str(measure(found, yardstick))
 

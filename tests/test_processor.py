@@ -40,5 +40,11 @@ def test_levels() -> None:
 def test_here() -> None:
     assert isinstance(identity(), Identity)
     assert level_of(instruction_sets()) in (
-        None, "amx", "avx512bf16", "avx512", "avx2", "sve", "neon",
-    )  # fmt: skip
+        None,
+        "amx",
+        "avx512bf16",
+        "avx512",
+        "avx2",
+        "sve",
+        "neon",
+    )

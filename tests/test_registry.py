@@ -25,8 +25,11 @@ CAN = Capabilities(devices={"cpu"}, dtypes={"float32"}, head_dims=(1, 64, 1))
 
 def backend(name: str, framework: str = "torch", **parts: Any) -> Backend:
     given: dict[str, Any] = {
-        "capabilities": CAN, "probe": lambda: Available(framework), "load": lambda: None, **parts,
-    }  # fmt: skip
+        "capabilities": CAN,
+        "probe": lambda: Available(framework),
+        "load": lambda: None,
+        **parts,
+    }
     return Backend(name, framework, **given)
 
 
@@ -47,8 +50,11 @@ def test_a_name_may_serve_several_frameworks(registry: Registry) -> None:
     assert registry.names("jax") == ("both", "tpu")
     assert registry.names("numpy") == ()
     assert [b.key for b in registry] == [
-        ("torch", "ours"), ("torch", "both"), ("jax", "both"), ("jax", "tpu"),
-    ]  # fmt: skip
+        ("torch", "ours"),
+        ("torch", "both"),
+        ("jax", "both"),
+        ("jax", "tpu"),
+    ]
     assert registry["jax", "both"].framework == "jax"
     assert registry.get("both", framework="torch").framework == "torch"
     assert registry["tpu"].framework == "jax" and registry.get("OURS").framework == "torch"
@@ -136,9 +142,11 @@ def test_capabilities_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> No
 
 def in_new_process(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

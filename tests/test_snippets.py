@@ -93,8 +93,12 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
     script.write_text(program, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", RUN_PAGE, script.name],
-        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, (
         f"{name_of(page)}, same line numbers:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     )

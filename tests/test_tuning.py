@@ -305,9 +305,11 @@ def test_newer_wins_in_import_and_merge(tmp_path):
 def export_of(**row_changes):
     row = {**dataclasses.asdict(KEY), **dataclasses.asdict(measured(flags=DIGEST))}
     return {
-        "application": "polyattn-tuning", "schema": 2, "flags": {DIGEST: SNAPSHOT},
+        "application": "polyattn-tuning",
+        "schema": 2,
+        "flags": {DIGEST: SNAPSHOT},
         "rows": [row, row | row_changes],
-    }  # fmt: skip
+    }
 
 
 def without(name):

@@ -54,9 +54,7 @@ def test_a_row_holds_the_digest_of_its_snapshot(path, table):
     table.record(OTHER_KEY, [measured("b")])
     with TuningTable(path) as again:
         assert [one.flags for one in again.best(KEY)] == [digest(ONE)] * 2
-        assert [one.flags for _, one in again.rows()] == [
-            digest(ONE), digest(ONE), digest(TWO), "",
-        ]  # fmt: skip
+        assert [one.flags for _, one in again.rows()] == [digest(ONE), digest(ONE), digest(TWO), ""]
         assert again.flags() == {digest(ONE): ONE, digest(TWO): TWO}
         assert again.notices == []
     assert stored(path) == {digest(ONE), digest(TWO)}
@@ -106,11 +104,14 @@ def test_what_is_no_plain_data_is_refused_before_the_disk_is_touched(path, table
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
 @given(snapshot=st.dictionaries(st.text(), json_values, max_size=5))

@@ -40,10 +40,23 @@ def make_old(path, count=5, key=KEY):
     """Write a file of schema 1; return its entries as they must be read from now on."""
     times = [1e-5 * (number + 1) for number in range(count)]
     rows = [
-        (key.device, key.versions, key.problem, f"backend_{n:05}", '{"b":1}', t, t / 2, t * 2, 20,
-         1e-7, 1e-6, 1, "2026-01-31T12:00:00+00:00")
+        (
+            key.device,
+            key.versions,
+            key.problem,
+            f"backend_{n:05}",
+            '{"b":1}',
+            t,
+            t / 2,
+            t * 2,
+            20,
+            1e-7,
+            1e-6,
+            1,
+            "2026-01-31T12:00:00+00:00",
+        )
         for n, t in enumerate(times)
-    ]  # fmt: skip
+    ]
     path.parent.mkdir(exist_ok=True)
     with closing(sqlite3.connect(path)) as connection, connection:
         for statement in SCHEMA_1:
@@ -126,8 +139,10 @@ def test_a_damaged_row_is_kept_as_it_is_and_reported_as_before(path, old):
     with TuningTable(path) as table:
         assert table.rows() == [old[0], old[4]]
         assert [text.split("'")[1] for text in table.notices] == [
-            "backend_00001", "backend_00002", "backend_00003",
-        ]  # fmt: skip
+            "backend_00001",
+            "backend_00002",
+            "backend_00003",
+        ]
     assert [row[:13] for row in inside(path)[2]] == before
 
 

@@ -25,10 +25,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     _leave_polyattn_as_it_is(pluginmanager)
     group = parser.getgroup("polyattn", "comparing models' activations")
     group.addoption(
-        "--polyattn-traces", metavar="DIR", default=None,
+        "--polyattn-traces",
+        metavar="DIR",
+        default=None,
         help="keep the traces of failing comparisons in DIR, in a folder for each test, and not in "
-             "the test's tmp_path",
-    )  # fmt: skip
+        "the test's tmp_path",
+    )
 
 
 @pytest.fixture

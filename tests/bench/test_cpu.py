@@ -50,9 +50,9 @@ def test_density_is_that_of_both_masks(case: Case) -> None:
     full = torch.ones(2, 4, 512, 512, dtype=torch.bool)
     allowed = full if inputs.allowed is None else full & inputs.allowed
     dims = Dims.of(inputs.heads_second(inputs.q), inputs.heads_second(inputs.k))
-    value = full if inputs.mask is None else full & materialise(
-        inputs.mask, dims, torch.device("cpu")
-    )  # fmt: skip
+    value = (
+        full if inputs.mask is None else full & materialise(inputs.mask, dims, torch.device("cpu"))
+    )
     assert torch.equal(allowed, value)
     assert int(allowed[:, 0].sum()) == case.pairs
     assert case.density == pytest.approx(float(allowed.float().mean()))
@@ -61,9 +61,9 @@ def test_density_is_that_of_both_masks(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_full_sizes_have_the_density_they_say(case: Case) -> None:
-    wanted = {
-        "none": 1.0, "causal": 0.5, "window": WINDOW / 4096, "blocks": 0.1, "padding": 0.5
-    }[case.mask]  # fmt: skip
+    wanted = {"none": 1.0, "causal": 0.5, "window": WINDOW / 4096, "blocks": 0.1, "padding": 0.5}[
+        case.mask
+    ]
     assert case.density == pytest.approx(wanted, rel=0.04)
     s = case.size
     dense = 4.0 * s.batch * s.heads * s.q_len * s.kv_len * s.head_dim * (3.5 if case.train else 1)
@@ -195,7 +195,9 @@ def test_the_record_says_all_of_a_row(record: dict) -> None:
         assert row["repeats"] == 2 and row["goal"] is None and "met" not in row
         gflops = row["density"] * 4 * row["batch"] * row["heads"] * row["q_len"] * row["kv_len"]
         seconds = row["ours_ms"]["median"] / 1e3
-        assert row["ours_gflops"] == pytest.approx(gflops * row["head_dim"] / seconds / 1e9, rel=0.01)  # fmt: skip  # noqa: E501
+        assert row["ours_gflops"] == pytest.approx(
+            gflops * row["head_dim"] / seconds / 1e9, rel=0.01
+        )
     assert record["goals_met"] and record["memory"] == []
 
 

@@ -86,9 +86,12 @@ def test_a_framework_that_is_not_loaded_is_left_alone() -> None:
         "print(found, [name for name in ('torch', 'jax') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
         env={"PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    )
     assert done.stdout == "{} []\n"
 
 
@@ -132,8 +135,9 @@ def test_compare_says_which_framework_only_one_knows_of(
     ]
     plain, _ = compared(with_flags(record, {}), with_flags(record, both), tmp_path, capsys)
     assert [note.split(" stood")[0] for note in plain["notes"]] == [
-        "a does not say how the flags of torch", "a does not say how the flags of jax",
-    ]  # fmt: skip
+        "a does not say how the flags of torch",
+        "a does not say how the flags of jax",
+    ]
 
 
 @pytest.mark.parametrize(("old", "who"), [("a", "a does"), ("b", "b does"), ("ab", "a and b do")])

@@ -22,9 +22,16 @@ from polyattn.bench.generate.sides import Generated, SideFailed, Sides
 from polyattn.bench.generate.worker import SIDES, Answers, Job, Turn
 
 TINY = Sizes(
-    width=32, inner=48, layers=4, heads=4, kv_heads=2, head_dim=8, window=8, frames=16,
+    width=32,
+    inner=48,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    window=8,
+    frames=16,
     vocabulary=64,
-)  # fmt: skip
+)
 SMALL = (
     Row("llama", "dynamic", 24, "float32", as_run=True),
     Row("llama", "static", 24, "float32", batch=3),
@@ -46,8 +53,13 @@ def test_the_rows_are_those_that_the_goal_speaks_of() -> None:
     assert len(set(names)) == len(names)
     for dtype in ("fp32", "bf16"):
         for context in ("128", "1k", "4k"):
-            for kind in ("llama dynamic", "llama static", "llama dynamic padded x2",
-                         "gemma dynamic", "gemma static"):  # fmt: skip
+            for kind in (
+                "llama dynamic",
+                "llama static",
+                "llama dynamic padded x2",
+                "gemma dynamic",
+                "gemma static",
+            ):
                 assert f"{kind} {context} {dtype}" in names
         assert {f"whisper dynamic {dtype}", f"llama static compiled 4k {dtype}"} <= {*names}
     assert {row.goal for row in ROWS if row.context == 4096} == {1.3}
@@ -57,8 +69,9 @@ def test_the_rows_are_those_that_the_goal_speaks_of() -> None:
 
 def test_a_pattern_chooses_rows() -> None:
     assert [row.name for row in chosen("llama dynamic 4k", False)] == [
-        "llama dynamic 4k fp32", "llama dynamic 4k bf16",
-    ]  # fmt: skip
+        "llama dynamic 4k fp32",
+        "llama dynamic 4k bf16",
+    ]
     assert all(row.compiled for row in chosen("*compiled*fp32", False))
     assert chosen("", True) == QUICK
 
@@ -202,8 +215,10 @@ def test_the_goal_is_met_within_what_stock_differs_from_itself(
 
 def test_a_long_context_has_to_gain() -> None:
     long = Row("llama", "dynamic", 4096, "float32")
-    found = {side: _generated({"stock": [1.3] * 8, "polyattn": [side] * 8, "again": [1.3] * 8})
-             for side in (1.0, 1.2)}  # fmt: skip
+    found = {
+        side: _generated({"stock": [1.3] * 8, "polyattn": [side] * 8, "again": [1.3] * 8})
+        for side in (1.0, 1.2)
+    }
     assert figures(long, found[1.0])["met"] is True
     assert figures(long, found[1.2])["met"] is False
 

@@ -33,12 +33,16 @@ BUILT = isinstance(module.status(), Available)
 TINY = "tiny decode (1,4,1x32,32) fp32"
 MASKS = ("none", "causal", "window", "blocks", "padding", "causal padding")
 SMALL = [
-    *(UserCase(mask, Size(2, 4, 2, 256, 256, 16), dtype, mask, train, layout)
-      for mask in MASKS
-      for dtype, train, layout in (("float32", True, "BTNH"), ("float16", False, "BNTH"))),
-    *(UserCase(f"{mask} as numbers", Size(2, 4, 4, 256, 256, 16), "float32", mask, numbers=True)
-      for mask in ("window", "causal padding")),
-]  # fmt: skip
+    *(
+        UserCase(mask, Size(2, 4, 2, 256, 256, 16), dtype, mask, train, layout)
+        for mask in MASKS
+        for dtype, train, layout in (("float32", True, "BTNH"), ("float16", False, "BNTH"))
+    ),
+    *(
+        UserCase(f"{mask} as numbers", Size(2, 4, 4, 256, 256, 16), "float32", mask, numbers=True)
+        for mask in ("window", "causal padding")
+    ),
+]
 
 
 def test_the_list_is_the_same_each_time_and_its_names_are_unique() -> None:
@@ -150,9 +154,12 @@ def test_what_seems_slower_is_timed_again_for_longer() -> None:
 
 def _row(ratio: float, foreign: float = 0.0, wrong: str = "") -> run.Row:
     return {
-        "name": f"{ratio} {foreign} {wrong}", "ratio": {"median": ratio}, "wrong": wrong,
-        "foreign": {"median": foreign}, "native_ratio": None,
-    }  # fmt: skip
+        "name": f"{ratio} {foreign} {wrong}",
+        "ratio": {"median": ratio},
+        "wrong": wrong,
+        "foreign": {"median": foreign},
+        "native_ratio": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -238,8 +245,11 @@ def test_the_record_says_all_of_a_row(record: dict) -> None:
     assert record["backend"] == "automatic" and record["machine"]["cpu"] and record["date"]
     assert record["took_s"] >= 0 and not record["quick"]
     assert [row["name"].split(" (")[0] for row in record["rows"]] == [
-        "dense", "half padding", "fwd+bwd dense", "fwd+bwd half padding",
-    ]  # fmt: skip
+        "dense",
+        "half padding",
+        "fwd+bwd dense",
+        "fwd+bwd half padding",
+    ]
     for row in record["rows"]:
         for ratio in (row["ratio"], *row["ratios"].values()):
             assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]

@@ -55,9 +55,13 @@ def test_the_operations_of_a_modules_own_code(tmp_path: Path) -> None:
         model(x)
     names = [(call.module, call.name, call.index) for call in seen]
     assert names == [
-        ("", "mul", 0), ("inner", "linear", 0), ("", "call", 0), ("", "relu", 0), ("", "mul", 1),
+        ("", "mul", 0),
+        ("inner", "linear", 0),
+        ("", "call", 0),
+        ("", "relu", 0),
+        ("", "mul", 1),
         ("", "add", 0),
-    ]  # fmt: skip
+    ]
     assert seen[2].child == "inner" and seen[3].origin(seen[3].args[0])[0] == "call:inner"
     assert seen[0].origin(x)[0] == "in" and seen[-1].origin(x)[0] == "in"
     again: list[Call] = []
@@ -108,11 +112,12 @@ def test_the_reference_is_read_once(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_bugs() -> None:
     model, inputs = ARCHITECTURES["vit"].build(0, torch.float32)
     chosen = [
-        [(one.kind, one.at) for one in seeding.faults(
-            model, inputs, of_kind=1, every_layer=2, seed=seed
-        )]
+        [
+            (one.kind, one.at)
+            for one in seeding.faults(model, inputs, of_kind=1, every_layer=2, seed=seed)
+        ]
         for seed in (0, 0, 1)
-    ]  # fmt: skip
+    ]
     assert chosen[0] == chosen[1] != chosen[2]
     layers = {at.split(".")[2] for kind, at in chosen[0] if kind == "heads swapped"}
     assert len(layers) == 2  # one each in two layers

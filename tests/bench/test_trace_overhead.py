@@ -84,10 +84,14 @@ def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     found = [
         subprocess.run(
             [sys.executable, "-c", FREED_AND_TAKEN.format(keep=keep)],
-            capture_output=True, text=True, check=True,
-        ).stdout.strip().split(",")
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        .stdout.strip()
+        .split(",")
         for keep in (False, True)
-    ]  # fmt: skip
+    ]
     if found[1][0] == SYSTEM:
         pytest.skip("no glibc")
     assert found[1][0] == KEEPS

@@ -28,9 +28,13 @@ sys.exit(int(sys.argv[1]))
 def run(*args, **options):
     environ = {**os.environ, "PYTHONPATH": str(SRC), **options.pop("env", {})}
     return subprocess.run(
-        [sys.executable, "-m", "polyattn", *args], capture_output=True, text=True, timeout=300,
-        env=environ, **options,
-    )  # fmt: skip
+        [sys.executable, "-m", "polyattn", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environ,
+        **options,
+    )
 
 
 @pytest.fixture
@@ -55,9 +59,12 @@ def test_version_and_help_are_quick_and_import_no_framework():
         "import sys; from polyattn.cli import main; main(['--help']); print('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        timeout=300,
+    )
     assert done.stdout.endswith("False\n")
 
 

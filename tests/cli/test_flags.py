@@ -89,9 +89,12 @@ class TestDiff:
             "print({'torch', 'jax', 'numpy'} & set(sys.modules))"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=300,
             env={**os.environ, "PYTHONPATH": str(SRC)},
-        )  # fmt: skip
+        )
         assert done.stdout.endswith("set()\n"), done.stdout + done.stderr
 
     def test_a_file_and_now(self, write, capsys):
@@ -269,8 +272,10 @@ class TestSnapshotAndPresets:
         code, out, _ = flags(capsys, "preset")
         assert code == 0
         assert [line for line in out.splitlines() if line.endswith(":") and line[0] != " "] == [
-            "deterministic:", "fastest:", "full_precision:",
-        ]  # fmt: skip
+            "deterministic:",
+            "fastest:",
+            "full_precision:",
+        ]
         code, out, _ = flags(capsys, "preset", "fastest", "--json")
         assert json.loads(out)["fastest"]["changes"] == fastest().changes
         code, _, err = flags(capsys, "preset", "fastst")

@@ -304,7 +304,10 @@ def test_no_framework_is_imported(folder):
         "assert not {'torch', 'jax'} & set(sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(SRC)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr

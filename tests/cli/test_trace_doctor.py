@@ -26,9 +26,14 @@ def doctor(capsys):
 def test_as_they_are_by_default(capsys):
     _, shown, amiss = doctor(capsys)
     assert shown == {
-        "ACTIVATIONS": "off", "LAYERS": None, "STATS": None, "STEPS": None, "INPUTS": "on",
-        "OUTPUT": "polyattn-trace.jsonl", "OVERWRITE": "off",
-    }  # fmt: skip
+        "ACTIVATIONS": "off",
+        "LAYERS": None,
+        "STATS": None,
+        "STEPS": None,
+        "INPUTS": "on",
+        "OUTPUT": "polyattn-trace.jsonl",
+        "OVERWRITE": "off",
+    }
     assert amiss == []
     main(["doctor"])
     assert "POLYATTN_TRACE_ACTIVATIONS" in capsys.readouterr().out

@@ -142,8 +142,11 @@ def test_a_part_that_is_called_before_the_model(
     if wrong:
         found = json.loads(Path("v.json").read_text())["culprit"]
         assert (found["module"], found["at"], found["others"]) == (wrong, f"{wrong}.two", [])
-    fed = [(r.call, r.forced) for r in read("fed.jsonl").records
-           if (r.module, r.phase) == ("encoder.two", "out")]  # fmt: skip
+    fed = [
+        (r.call, r.forced)
+        for r in read("fed.jsonl").records
+        if (r.module, r.phase) == ("encoder.two", "out")
+    ]
     assert fed == [(0, False), (1, True)]
 
 

@@ -75,12 +75,14 @@ def in_ranks(*arguments: str) -> list[tuple[int, str]]:
     }  # fmt: skip
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "polyattn", "trace", *arguments], text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "polyattn", "trace", *arguments],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = [one.communicate(timeout=300)[0] for one in started]
     finally:

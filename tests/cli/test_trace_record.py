@@ -105,8 +105,10 @@ class TestRecord:
         assert len(kept) == 8
         assert f": 8 tensors kept whole, {size / 1e3:.1f} kB, in run.tensors\n" in err
         assert json.loads(Path("said.json").read_text())["tensors"] == {
-            "tensors": 8, "bytes": size, "folders": ["run.tensors"],
-        }  # fmt: skip
+            "tensors": 8,
+            "bytes": size,
+            "folders": ["run.tensors"],
+        }
 
     @pytest.mark.parametrize("pattern", ["", ".*"])
     def test_all_tensors_whole(self, folder, capsys, pattern):
@@ -202,9 +204,15 @@ class TestRecord:
     def test_perturbed_weights(self, folder, capsys):
         for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
             code, _, err = trace(
-                capsys, "record", "--out", f"{name}.jsonl", "--perturb", seed,
-                f"--json={name}.json", "program.py",
-            )  # fmt: skip
+                capsys,
+                "record",
+                "--out",
+                f"{name}.jsonl",
+                "--perturb",
+                seed,
+                f"--json={name}.json",
+                "program.py",
+            )
             assert code == 0
             assert f"polyattn trace record: 4 weights perturbed with seed {seed}\n" in err
         said = json.loads(Path("c.json").read_text())["perturbed"]
@@ -247,9 +255,13 @@ class TestRecord:
         command = [sys.executable, "-m", "polyattn", "trace", "record", "--out", "run.jsonl"]
         environ = {**os.environ, "PYTHONPATH": str(SRC)}
         with subprocess.Popen(
-            [*command, "program.py", "--wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env=environ, cwd=folder,
-        ) as process:  # fmt: skip
+            [*command, "program.py", "--wait"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+            cwd=folder,
+        ) as process:
             assert any(line == "ready\n" for line in process.stdout)
             time.sleep(0.2)
             process.send_signal(signal.SIGINT)

@@ -66,8 +66,11 @@ def test_show_names_the_knobs_that_stood_otherwise(table, capsys):
     for line in knobs.lines(differing):
         assert f"  {line}" in text
     assert {row["backend"]: row["flags"] for row in plain["rows"]} == {
-        "as_now": digest(now), "other": digest(then), "another": digest(then), "from_before": "",
-    }  # fmt: skip
+        "as_now": digest(now),
+        "other": digest(then),
+        "another": digest(then),
+        "from_before": "",
+    }
     assert set(plain["flags"]) == {digest(now), digest(then)}
     assert knobs.diff(plain["flags"][digest(then)], then) == {}
     assert plain["differ"] == {digest(then): {name: list(pair) for name, pair in differing.items()}}

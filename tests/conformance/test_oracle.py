@@ -48,13 +48,26 @@ ELEMENTS = {
     "plain": Case(seed=1, t=3, s=4, h=5, v=2, dtype="float64", layout="BNTH"),
     "grouped": Case(seed=2, b=2, t=3, s=5, n=4, k=2, dtype="float64", layout="BNTH"),
     "all": Case(
-        seed=3, b=2, t=4, s=3, n=2, k=1, h=3, v=4, dtype="float64", layout="BNTH", softcap=2.0,
-        scale=-0.7, mask=("causal", "bottom_right"), bias=("dense", "bnts", "own", True), sinks=2,
+        seed=3,
+        b=2,
+        t=4,
+        s=3,
+        n=2,
+        k=1,
+        h=3,
+        v=4,
+        dtype="float64",
+        layout="BNTH",
+        softcap=2.0,
+        scale=-0.7,
+        mask=("causal", "bottom_right"),
+        bias=("dense", "bnts", "own", True),
+        sinks=2,
     ),
     "alibi": Case(
         seed=4, t=3, s=5, n=2, k=2, dtype="float64", layout="BNTH", bias=("alibi", False, "own")
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ELEMENTS)

@@ -215,9 +215,12 @@ def test_calls_that_must_not_wait_do_not_calibrate(
 ) -> None:
     small = DENSE.with_(q_len=64, kv_len=64)
     for problem in (
-        DENSE.with_(compiled=True), small, DENSE.with_(dtype="float64"), DENSE.with_(softcap=1.0),
+        DENSE.with_(compiled=True),
+        small,
+        DENSE.with_(dtype="float64"),
+        DENSE.with_(softcap=1.0),
         DENSE.with_(dropout_p=0.5),
-    ):  # fmt: skip
+    ):
         chosen(problem)
         assert prober.asked == []
     for asked in (("sdpa_math",), ("native_cpu",)):
@@ -245,9 +248,11 @@ def test_a_machine_of_a_record_is_calibrated_for_what_that_lacks(prober: StandIn
     assert "measured here" in chosen(DENSE.with_(dtype="float16")).reason
     chosen(DENSE.with_(heads=4, kv_heads=4, q_len=1, kv_len=1 << 15))
     assert [one for one in prober.asked if one[0] == "float32"] == [
-        ("float32", "small decode"), ("float32", "small"), ("float32", "decode"),
+        ("float32", "small decode"),
+        ("float32", "small"),
+        ("float32", "decode"),
         ("float32", "wide"),
-    ]  # fmt: skip
+    ]
 
 
 # Faults ------------------------------------------------------------------------------------------
@@ -346,8 +351,9 @@ def test_other_threads_or_processors_are_another_machine(
     register_platform(Platform(**{**parts, "device_description": lambda kind: changed}))
     assert chosen().backend == "native_cpu" and len(prober.asked) == 2 * count
     assert {key.device for key, _ in kept_rows()} == {
-        device_of(real.device_description("cpu")), device_of(changed),
-    }  # fmt: skip
+        device_of(real.device_description("cpu")),
+        device_of(changed),
+    }
 
 
 def test_rows_that_make_no_sense_are_passed_over(prober: StandIn) -> None:

@@ -177,8 +177,10 @@ def test_without_evidence_torch_s_own_kernel_runs_unless_it_cannot() -> None:
 def test_rows_say_what_they_rest_on() -> None:
     native = next(row for row in ROWS if row.name == "cpu, native kernels")
     assert native.rests_on is EVIDENCE and "vendor, family and instruction sets" in EVIDENCE
-    assert all(row.rests_on or "not measured" in row.reason or "cannot" in row.name or "sinks"
-               in row.name for row in ROWS)  # fmt: skip
+    assert all(
+        row.rests_on or "not measured" in row.reason or "cannot" in row.name or "sinks" in row.name
+        for row in ROWS
+    )
 
 
 def test_every_row_of_the_heuristics_says_what_it_rests_on() -> None:

@@ -23,10 +23,21 @@ FOLDER = resources.files("polyattn.selection.evidence") / "records"
 
 def convert(bench: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), str(bench), "--name", "made", "--hardware", "a machine",
-         *arguments],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(SCRIPT),
+            str(bench),
+            "--name",
+            "made",
+            "--hardware",
+            "a machine",
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 def test_what_is_shipped_says_where_it_comes_from() -> None:
@@ -89,8 +100,13 @@ def test_rows_are_told_by_kind_and_what_is_wrong_or_small_is_left_out(tmp_path: 
     assert made.returncode == 0, made.stderr
     found = parse(made.stdout, "made.json")
     assert (found.vendor, found.families, found.level, found.isa, found.torch, found.threads) == (
-        "AuthenticAMD", (25,), "avx512bf16", "avx512bf16", ("2.13",), (1, 8),
-    )  # fmt: skip
+        "AuthenticAMD",
+        (25,),
+        "avx512bf16",
+        "avx512bf16",
+        ("2.13",),
+        (1, 8),
+    )
     figures = {key: (one.low, one.median, one.high) for key, one in found.figures.items()}
     assert figures["float32", "dense"] == (1.1, 1.25, 1.4)  # over the problems
     assert figures["float32", "causal"] == (1.8, 2.0, 2.2)  # of one: over its repeats

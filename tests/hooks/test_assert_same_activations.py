@@ -261,8 +261,9 @@ def test_rules_tolerance_floor_and_layers_are_those_of_compare(tmp_path: Path) -
     assert assert_same_activations(reference, port, inputs(), layers=["0"]).equal
     found = failed(reference, port, inputs(), layers="^1$")
     assert found.coverage.compared == 1
-    wide = Floor({(str(n), "out", "out"): 1e-2 for n in ("", 1, 2)}
-                 | {("2", "in", "args[0]"): 1e-2}, 3)  # fmt: skip
+    wide = Floor(
+        {(str(n), "out", "out"): 1e-2 for n in ("", 1, 2)} | {("2", "in", "args[0]"): 1e-2}, 3
+    )
     save(wide, tmp_path / "floor.json")
     assert assert_same_activations(reference, port, inputs(), floor=tmp_path / "floor.json").equal
     renamed = nn.Module()

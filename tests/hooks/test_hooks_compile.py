@@ -164,10 +164,14 @@ def test_changes_after_the_first_compiled_call_take_effect(way, target: str, net
         assert run(X).equal(plain)
 
 
-@pytest.mark.parametrize("options", [
-    "skip_guard_on_inbuilt_nn_modules_unsafe", "skip_guard_on_all_nn_modules_unsafe",
-    "skip_all_guards_unsafe",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        "skip_guard_on_inbuilt_nn_modules_unsafe",
+        "skip_guard_on_all_nn_modules_unsafe",
+        "skip_all_guards_unsafe",
+    ],
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_changes_take_effect_also_where_guards_are_left_out(
     options: str, target: str, net: Net
@@ -295,9 +299,13 @@ def test_recomputing_can_be_asked_in_a_graph() -> None:
 def in_new_process(code: str, folder: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=root,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -172,9 +172,16 @@ def test_where_noise_cannot_be_measured_that_is_said() -> None:
 def t5(implementation: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
-        vocab_size=100, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_decoder_layers=2,
-        num_heads=4, dropout_rate=0.0, initializer_factor=2.5,
-    )  # fmt: skip
+        vocab_size=100,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        initializer_factor=2.5,
+    )
     config._attn_implementation = implementation
     torch.manual_seed(seed)
     model = transformers.T5Model(config).eval().bfloat16()
@@ -182,8 +189,10 @@ def t5(implementation: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
     allowed = torch.ones(2, 24, dtype=torch.long)
     allowed[1, 20:] = 0
     return model, {
-        "input_ids": tokens[:, :24], "attention_mask": allowed, "decoder_input_ids": tokens[:, 24:],
-    }  # fmt: skip
+        "input_ids": tokens[:, :24],
+        "attention_mask": allowed,
+        "decoder_input_ids": tokens[:, 24:],
+    }
 
 
 @pytest.mark.parametrize("seed", range(3))

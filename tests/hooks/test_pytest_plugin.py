@@ -48,10 +48,12 @@ def test_loading_it_loads_nothing_of_polyattn(pytester: pytest.Pytester) -> None
             heavy = {"polyattn", "torch", "jax", "numpy"}
             assert not heavy & sys.modules.keys()
         """,
-        "-W", "error",
+        "-W",
+        "error",
         # of an editable install, whose import hook is a file of the plugin's distribution
-        "-W", "ignore:Module already imported so cannot be rewritten; _editable",
-    )  # fmt: skip
+        "-W",
+        "ignore:Module already imported so cannot be rewritten; _editable",
+    )
     result.assert_outcomes(passed=1)
 
 
@@ -85,7 +87,8 @@ def test_polyattns_own_asserts_are_not_rewritten(pytester: pytest.Pytester) -> N
 def test_what_failed_is_reported_and_kept(pytester: pytest.Pytester) -> None:
     result, said = run(
         pytester,
-        MODELS + """
+        MODELS
+        + """
 def test_wrong(assert_same_activations):
     assert_same_activations(model(nn.GELU()), model(nn.GELU(approximate="tanh")), X)
 
@@ -107,31 +110,36 @@ def test_expected(assert_same_activations):
     assert caught.value.verdict.culprit.module == "1"
 """,
         "--basetemp=base",
-    )  # fmt: skip
+    )
     result.assert_outcomes(failed=2, passed=2)
     wrong, own = said.split("_ test_own _")
-    result.stdout.fnmatch_lines([
-        "E       AssertionError: different: the output of '1'; its inputs agree",
-        "*Captured polyattn call*",
-        "different: the output of '1'; its inputs agree",
-        "1 * culprit",
-        "polyattn trace diff *reference.jsonl *port.jsonl --all",
-        "*verdict.html",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "E       AssertionError: different: the output of '1'; its inputs agree",
+            "*Captured polyattn call*",
+            "different: the output of '1'; its inputs agree",
+            "1 * culprit",
+            "polyattn trace diff *reference.jsonl *port.jsonl --all",
+            "*verdict.html",
+        ]
+    )
     assert wrong.count("\nE  ") == 3  # the verdict, where it shows, and the error: no table
     assert "assertion.py" not in said and "polyattn_pytest" not in wrong.split("FAILURES")[1]
     assert "the model's own" in own and "Captured polyattn" not in own
     kept = pytester.path / "base" / "test_wrong0" / "activations"
     assert sorted(one.name for one in kept.iterdir()) == [
-        "port.jsonl", "reference.jsonl", "verdict.html",
-    ]  # fmt: skip
+        "port.jsonl",
+        "reference.jsonl",
+        "verdict.html",
+    ]
 
 
 @needs_torch
 def test_traces_go_where_the_option_says(pytester: pytest.Pytester) -> None:
     result, said = run(
         pytester,
-        MODELS + """
+        MODELS
+        + """
 @pytest.mark.parametrize("name", ["a", "../../b"])
 def test_wrong(assert_same_activations, name, tmp_path):
     try:
@@ -139,8 +147,9 @@ def test_wrong(assert_same_activations, name, tmp_path):
     finally:
         assert list(tmp_path.iterdir()) == []
 """,
-        "--polyattn-traces", "traces",
-    )  # fmt: skip
+        "--polyattn-traces",
+        "traces",
+    )
     result.assert_outcomes(failed=2)
     assert "Captured polyattn call" in said
     traces = pytester.path / "traces"

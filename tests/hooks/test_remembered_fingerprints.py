@@ -12,10 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from polyattn.trace.recorders.torch import weights  # noqa: E402
-from polyattn.trace.recorders.torch.weights import (  # noqa: E402
-    remembered_fingerprints,
-    weight_fingerprints,
-)
+from polyattn.trace.recorders.torch.weights import remembered_fingerprints, weight_fingerprints  # noqa: E402
 
 
 @pytest.fixture

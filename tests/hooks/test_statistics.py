@@ -237,12 +237,18 @@ def test_the_binding_refuses_what_it_cannot_read() -> None:
     good = [0, 1, 0, t.data_ptr(), (12,), (1,), out.data_ptr()]
     native.statistics(*good)
     for place, value, error, message in (
-        (0, 99, ValueError, "isa"), (1, 0, ValueError, "threads"), (2, 9, ValueError, "element"),
-        (3, 0, ValueError, "null"), (4, (-1,), ValueError, "below 0"), (4, 12, TypeError, "tuple"),
-        (4, ("a",), TypeError, "sizes"), (5, (1, 1), ValueError, "strides"),
-        (5, (2**62,), ValueError, "memory"), (4, (1,) * 65, ValueError, "64"),
+        (0, 99, ValueError, "isa"),
+        (1, 0, ValueError, "threads"),
+        (2, 9, ValueError, "element"),
+        (3, 0, ValueError, "null"),
+        (4, (-1,), ValueError, "below 0"),
+        (4, 12, TypeError, "tuple"),
+        (4, ("a",), TypeError, "sizes"),
+        (5, (1, 1), ValueError, "strides"),
+        (5, (2**62,), ValueError, "memory"),
+        (4, (1,) * 65, ValueError, "64"),
         (6, 0, ValueError, "out"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=message):
             native.statistics(*good[:place], value, *good[place + 1 :])
 
@@ -297,9 +303,10 @@ def test_rows_in_compiled_code() -> None:
 def test_the_operator_passes_torchs_own_checks() -> None:
     t = values(100).view(10, 10).t().requires_grad_()
     torch.library.opcheck(
-        trace_statistics, (t, new_buffer(2), 1),
+        trace_statistics,
+        (t, new_buffer(2), 1),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
-    )  # fmt: skip
+    )
 
 
 def test_inside_inference_mode_and_grad_mode(way: str) -> None:

@@ -90,9 +90,14 @@ def test_several_parts_come_one_after_the_other(tmp_path: Path) -> None:
     found = read(tmp_path / "run.jsonl")
     calls = [(r.module, r.call) for r in found.records if r.tensor == "out" and "." not in r.module]
     assert calls == [
-        ("encoder", 0), ("encoder", 1), ("decoder", 0), ("encoder", 2), ("decoder", 1), ("", 0),
+        ("encoder", 0),
+        ("encoder", 1),
+        ("decoder", 0),
+        ("encoder", 2),
+        ("decoder", 1),
+        ("", 0),
         ("decoder", 2),
-    ]  # fmt: skip
+    ]
     assert [one.seq for one in found.records] == list(range(len(found.records)))
     from safetensors.torch import load_file
 

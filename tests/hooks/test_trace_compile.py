@@ -150,8 +150,14 @@ def test_a_failing_compiled_call_costs_no_later_record(tmp_path: Path) -> None:
         assert not run.recorder.lane().stack
     roots = [r for r in read(tmp_path / "run.jsonl").records if r.module == ""]
     assert [(r.phase, r.call) for r in roots] == [
-        ("in", 0), ("in", 1), ("out", 1), ("in", 2), ("out", 2), ("in", 3), ("out", 3),
-    ]  # fmt: skip
+        ("in", 0),
+        ("in", 1),
+        ("out", 1),
+        ("in", 2),
+        ("out", 2),
+        ("in", 3),
+        ("out", 3),
+    ]
 
 
 def test_compiled_code_outlives_its_trace(tmp_path: Path) -> None:

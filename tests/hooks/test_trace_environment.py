@@ -51,9 +51,14 @@ ON = """
 def run(code: str, folder: Path, **variables: str) -> str:
     environ = {**os.environ, **{f"POLYATTN_TRACE_{k}": v for k, v in variables.items()}}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environ, cwd=folder, timeout=300,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environ,
+        cwd=folder,
+        timeout=300,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,9 +72,14 @@ def test_off_is_no_hook_and_no_import(tmp_path: Path, value: str | None) -> None
 
 def test_on(tmp_path: Path) -> None:
     run(
-        ON.replace("{second}", "False"), tmp_path, ACTIVATIONS="1", LAYERS="^0$",
-        STATS="abs_mean, max", STEPS="0,2", OUTPUT="here/run.jsonl",
-    )  # fmt: skip
+        ON.replace("{second}", "False"),
+        tmp_path,
+        ACTIVATIONS="1",
+        LAYERS="^0$",
+        STATS="abs_mean, max",
+        STEPS="0,2",
+        OUTPUT="here/run.jsonl",
+    )
     found = read(tmp_path / "here" / "run.jsonl")
     assert {(r.module, r.step) for r in found.records} == {("0", 0), ("0", 2)}
     record = found.records[0]

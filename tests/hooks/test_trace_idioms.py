@@ -177,8 +177,14 @@ class TestASecondRun:
             attach_activation_trace(model)
         said = str(caught.value)
         assert f"got the output {path}, which holds 9 bytes" in said
-        for way in ("remove it", "another name", "<pid>", "POLYATTN_TRACE_OVERWRITE=1",
-                    "overwrite=True", "--overwrite"):  # fmt: skip
+        for way in (
+            "remove it",
+            "another name",
+            "<pid>",
+            "POLYATTN_TRACE_OVERWRITE=1",
+            "overwrite=True",
+            "--overwrite",
+        ):
             assert way in said, way
         assert path.read_text() == "precious\n" and is_free(model)
 
@@ -244,10 +250,7 @@ class TestAModelAndItsPart:
     def test_models_that_share_a_part(self, tmp_path: Path) -> None:
         shared = Block()
         one, other = nn.Sequential(shared), nn.ModuleDict({"second": shared})
-        with (
-            trace(one, tmp_path / "run.jsonl", weights=False),
-            pytest.raises(TraceError) as caught,
-        ):
+        with trace(one, tmp_path / "run.jsonl", weights=False), pytest.raises(TraceError) as caught:
             trace(other, tmp_path / "other.jsonl")
         said = str(caught.value)
         assert "got a ModuleDict whose part 'second', a Block, is traced as '0'" in said

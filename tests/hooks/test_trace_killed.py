@@ -71,9 +71,17 @@ def test_killed_in_a_forward(tmp_path: Path, lines: str, mode: str) -> None:
     run(lines, DIES, tmp_path / "run.jsonl", mode)
     found = read(tmp_path / "run.jsonl")
     assert [(r.module, r.phase) for r in found.records] == [
-        ("0", "in"), ("0", "out"), ("1", "in"), ("1", "out"),
-        ("", "in"), ("0", "in"), ("0", "out"), ("1", "in"), ("1", "out"), ("2", "in"),
-    ]  # fmt: skip
+        ("0", "in"),
+        ("0", "out"),
+        ("1", "in"),
+        ("1", "out"),
+        ("", "in"),
+        ("0", "in"),
+        ("0", "out"),
+        ("1", "in"),
+        ("1", "out"),
+        ("2", "in"),
+    ]
     assert not found.ended and "did not end" in found.notes[-1]
 
 

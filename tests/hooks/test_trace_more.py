@@ -65,9 +65,15 @@ def test_gradients_leave_a_module_before_they_come_to_the_one_that_made_the_tens
         model(torch.ones(1, 4, requires_grad=True)).sum().backward()
     found = [r for r in read(tmp_path / "run.jsonl").records if r.phase.startswith("grad")]
     assert [(r.module, r.phase) for r in found] == [
-        ("", "grad_out"), ("2", "grad_out"), ("2", "grad_in"), ("1", "grad_out"),
-        ("1", "grad_in"), ("0", "grad_out"), ("0", "grad_in"), ("", "grad_in"),
-    ]  # fmt: skip
+        ("", "grad_out"),
+        ("2", "grad_out"),
+        ("2", "grad_in"),
+        ("1", "grad_out"),
+        ("1", "grad_in"),
+        ("0", "grad_out"),
+        ("0", "grad_in"),
+        ("", "grad_in"),
+    ]
 
 
 def test_gradients_around_a_change_in_place(tmp_path: Path) -> None:
@@ -137,8 +143,11 @@ def test_whole_tensors(tmp_path: Path) -> None:
     found = recorded(model, tmp_path / "run.jsonl", tokens(), tensors=[name, "lm_head"])
     kept = [r for r in found.records if r.file is not None]
     assert [(r.module, r.phase) for r in kept] == [
-        (name, "in"), (name, "out"), ("lm_head", "in"), ("lm_head", "out"),
-    ]  # fmt: skip
+        (name, "in"),
+        (name, "out"),
+        ("lm_head", "in"),
+        ("lm_head", "out"),
+    ]
     for record in kept:
         with safe_open(found.file_of(record), "pt") as file:
             whole = file.get_tensor("tensor")
@@ -237,8 +246,11 @@ def test_a_process_that_traces_prints_nothing(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run.jsonl")],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     assert done.stdout == done.stderr == ""
     assert "end" in json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
 

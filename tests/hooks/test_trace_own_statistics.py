@@ -146,9 +146,8 @@ class TestSum:
         if dtype.is_floating_point:
             t[0, 0], t[1, 1] = math.nan, math.inf
         found = one(
-            recorded(nn.Identity(), tmp_path / "run.jsonl", t, stats=["abs_mean", "sum"]),
-            "", "in",
-        )  # fmt: skip
+            recorded(nn.Identity(), tmp_path / "run.jsonl", t, stats=["abs_mean", "sum"]), "", "in"
+        )
         finite = t.double()[t.double().isfinite()]
         scale = finite.abs().sum().item()
         assert found.sum == pytest.approx(finite.sum().item(), abs=2e-6 * scale)
@@ -171,9 +170,14 @@ class TestSum:
             with TraceWriter(tmp_path / "run.jsonl", rank=rank, world=2) as writer:
                 part = whole[2 * rank : 2 * rank + 2]
                 writer.add(
-                    "a", "out", "out", part, global_shape=(4, 3), start=(2 * rank, 0),
+                    "a",
+                    "out",
+                    "out",
+                    part,
+                    global_shape=(4, 3),
+                    start=(2 * rank, 0),
                     sum=float(part.sum()),
-                )  # fmt: skip
+                )
         (found,) = read(tmp_path / "run.rank*.jsonl").records
         assert found.shape == (4, 3) and found.sum == 66 and found.mean == 5.5
 

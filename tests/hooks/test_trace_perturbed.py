@@ -52,8 +52,11 @@ def test_weights_move_by_a_rounding_and_come_back(tmp_path: Path, way: str) -> N
         model(tokens())
     plain = read(tmp_path / "plain.jsonl")
     assert "perturb" not in plain.header.selection
-    assert all(plain.header.weights[n]["sum"] != w["sum"] for n, w in found.header.weights.items()
-               if "norm" not in n)  # fmt: skip
+    assert all(
+        plain.header.weights[n]["sum"] != w["sum"]
+        for n, w in found.header.weights.items()
+        if "norm" not in n
+    )
 
 
 def test_seeds_differ_and_repeat(tmp_path: Path) -> None:

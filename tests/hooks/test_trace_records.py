@@ -23,9 +23,13 @@ from polyattn.trace.statistics import statistics  # noqa: E402
 def test_inputs_and_outputs_of_every_module_in_the_order_of_events(tmp_path: Path) -> None:
     found = recorded(Block(), tmp_path / "run.jsonl", torch.ones(2, 8))
     assert places(found) == [
-        ("", "in", "args[0]"), ("first", "in", "args[0]"), ("first", "out", "out"),
-        ("second", "in", "args[0]"), ("second", "out", "out"), ("", "out", "out"),
-    ]  # fmt: skip
+        ("", "in", "args[0]"),
+        ("first", "in", "args[0]"),
+        ("first", "out", "out"),
+        ("second", "in", "args[0]"),
+        ("second", "out", "out"),
+        ("", "out", "out"),
+    ]
     assert [r.same for r in found.records] == [None, 0, None, None, None, 4]
     assert [r.cls for r in found.records][:2] == ["Block", "Linear"]
     assert found.ended and not found.notes
@@ -68,11 +72,17 @@ def test_a_real_denoiser_is_recorded(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
     model = diffusers.UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, norm_num_groups=4,
-        block_out_channels=(8, 16), cross_attention_dim=8, attention_head_dim=4,
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        block_out_channels=(8, 16),
+        cross_attention_dim=8,
+        attention_head_dim=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).eval()  # fmt: skip
+    ).eval()
     x, states = torch.randn(1, 4, 8, 8), torch.randn(1, 3, 8)
     with torch.no_grad(), trace(model, tmp_path / "run.jsonl"):
         for step in range(2):
@@ -82,8 +92,11 @@ def test_a_real_denoiser_is_recorded(tmp_path: Path) -> None:
     found = read(tmp_path / "run.jsonl")
     ends = [r for r in found.records if r.module == "" and r.phase == "out"]
     assert [(r.tensor, r.step, r.call) for r in ends] == [
-        ("out.sample", 0, 0), ("out.sample", 0, 1), ("out.sample", 1, 2), ("out.sample", 1, 3),
-    ]  # fmt: skip
+        ("out.sample", 0, 0),
+        ("out.sample", 0, 1),
+        ("out.sample", 1, 2),
+        ("out.sample", 1, 3),
+    ]
     assert ends[-1].mean == pytest.approx(x.double().mean().item(), rel=1e-6)
 
 
@@ -105,10 +118,13 @@ def test_nested_values_have_paths(tmp_path: Path) -> None:
     with trace(nn.Sequential(collections.OrderedDict(n=Nested())), path, layers=["n"]) as run:
         run.model.n([Pair(t, t * 2)], mask={"x": t * 3}, name="text")
     assert [p[1:] for p in places(read(path))] == [
-        ("in", "args[0][0].left"), ("in", "args[0][0].right"), ("in", "kwargs.mask.x"),
-        ("out", "out.hidden['a b']"), ("out", "out.hidden.states[0]"),
+        ("in", "args[0][0].left"),
+        ("in", "args[0][0].right"),
+        ("in", "kwargs.mask.x"),
+        ("out", "out.hidden['a b']"),
+        ("out", "out.hidden.states[0]"),
         ("out", "out.hidden.states[1][0]"),
-    ]  # fmt: skip
+    ]
 
 
 def test_an_input_changed_in_place_is_recorded_as_it_came(tmp_path: Path) -> None:
@@ -189,8 +205,13 @@ def test_a_module_that_calls_itself(tmp_path: Path) -> None:
 
     found = recorded(Down(), tmp_path / "run.jsonl", torch.ones(1))
     assert [(r.phase, r.call) for r in found.records] == [
-        ("in", 0), ("in", 1), ("in", 2), ("out", 2), ("out", 1), ("out", 0),
-    ]  # fmt: skip
+        ("in", 0),
+        ("in", 1),
+        ("in", 2),
+        ("out", 2),
+        ("out", 1),
+        ("out", 0),
+    ]
 
 
 def test_the_header_says_what_ran(tmp_path: Path) -> None:

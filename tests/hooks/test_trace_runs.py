@@ -82,8 +82,11 @@ def test_a_failing_forward_leaves_what_ran_and_the_run_goes_on(tmp_path: Path) -
         model(-X)
     found = read(tmp_path / "run.jsonl")
     assert [p[:2] for p in places(found)][:4] == [
-        ("", "in"), ("0", "in"), ("0", "out"), ("1", "in"),
-    ]  # fmt: skip
+        ("", "in"),
+        ("0", "in"),
+        ("0", "out"),
+        ("1", "in"),
+    ]
     assert [r.call for r in found.records if r.module in ("", "1")] == [0, 0, 1, 1, 1, 1]
     assert found.ended
 
@@ -182,8 +185,9 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(path)],
-        check=True, timeout=120,
-    )  # fmt: skip
+        check=True,
+        timeout=120,
+    )
     found = read(path)  # ended by the interpreter's exit, without close
     assert len(found.records) == 4 and found.ended and not found.notes
 
@@ -214,6 +218,7 @@ def test_the_stat_hook_works_alone(tmp_path: Path) -> None:
         model(X)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["seq"], line["module"], line["phase"]) for line in lines] == [
-        (0, "first", "out"), (1, "second", "out"),
-    ]  # fmt: skip
+        (0, "first", "out"),
+        (1, "second", "out"),
+    ]
     assert {"l2", "peak"} <= lines[0].keys() and "own_max" not in lines[0]

@@ -59,8 +59,11 @@ def test_only_the_chosen_statistics_are_written(tmp_path: Path) -> None:
     found = recorded(Block(), tmp_path / "run.jsonl", X, stats=stats, layers=["first"])
     line = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[1])
     assert line.keys() - {"seq", "module", "cls", "call", "step", "phase", "tensor"} == {
-        "shape", "dtype", "abs_mean", "median",
-    }  # fmt: skip
+        "shape",
+        "dtype",
+        "abs_mean",
+        "median",
+    }
     assert found.records[0].abs_mean == 1 and found.records[0].extra == {"median": 1}
     assert found.header.selection["stats"] == ["abs_mean", "median"]
 
@@ -178,8 +181,14 @@ class TestOfAWholeProgram:
         assert not loose._forward_hooks and not loose[0]._forward_hooks
 
     def test_names_and_functions_too(self, tmp_path: Path) -> None:
-        for index, layers in enumerate([["second"], iter(["second"]), [re.compile("^second$")],
-                                        lambda name, _: name == "second"]):  # fmt: skip
+        for index, layers in enumerate(
+            [
+                ["second"],
+                iter(["second"]),
+                [re.compile("^second$")],
+                lambda name, _: name == "second",
+            ]
+        ):
             with trace_any(tmp_path / f"{index}.jsonl", layers=layers) as traced:
                 Block()(nn.Sequential(nn.Linear(8, 8))(X))
             assert {r.module for r in read(traced.paths[0]).records} == {"second"}

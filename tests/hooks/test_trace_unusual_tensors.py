@@ -54,9 +54,7 @@ def test_torchs_encoder_with_padding(tmp_path: Path) -> None:
     found = read(tmp_path / "run.jsonl")
     inside = one(found, "layers.0", "in", "args[0]")
     assert inside.shape == (8, 8) and inside.sketch is not None  # rows of both, without padding
-    assert inside.extra["nested"] == {
-        "layout": "strided", "count": 2, "shapes": [[5, 8], [3, 8]],
-    }  # fmt: skip
+    assert inside.extra["nested"] == {"layout": "strided", "count": 2, "shapes": [[5, 8], [3, 8]]}
     kept = x[~padding]
     assert inside.samples == tuple(pytest.approx(v) for v in statistics(kept.numpy())["samples"])
 
@@ -283,9 +281,10 @@ def passed(make: Callable[[Tensor], Any], path: Path, **options: Any) -> Trace:
 
 
 OPTIONS = pytest.mark.parametrize(
-    "options", [{}, {"gradients": True, "stats": ["max", ("f", Tensor.numel)], "tensors": ""}],
+    "options",
+    [{}, {"gradients": True, "stats": ["max", ("f", Tensor.numel)], "tensors": ""}],
     ids=["usual", "all"],
-)  # fmt: skip
+)
 
 
 @OPTIONS

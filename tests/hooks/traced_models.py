@@ -18,9 +18,15 @@ def llama(layers: int = 2, **options: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=100, attn_implementation="eager", **options,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        attn_implementation="eager",
+        **options,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 

@@ -85,12 +85,14 @@ def test_compiled_programs_keep_working(q):
     with route_sdpa(heard):
         function = torch.compile(
             lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True) * 2,
-            backend="eager", fullgraph=True,
-        )  # fmt: skip
+            backend="eager",
+            fullgraph=True,
+        )
         operator = torch.compile(
             lambda x: torch._C._nn.scaled_dot_product_attention(x, x, x),
-            backend="eager", fullgraph=True,
-        )  # fmt: skip
+            backend="eager",
+            fullgraph=True,
+        )
         inside = function(q)
         torch.testing.assert_close(operator(q), torch_sdpa(q, q, q))
     assert heard.log[0] == ("sdpa_flash", False)

@@ -58,9 +58,13 @@ def in_new_process(code: str, folder: Path, **environment: str) -> dict[str, Any
     """Run code that prints one line of JSON; a warning in it is an error."""
     done = subprocess.run(
         [sys.executable, "-W", "error:::polyattn", "-c", textwrap.dedent(code)],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env=os.environ | environment,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -254,8 +258,12 @@ def test_importing_and_reading_change_nothing_and_start_no_backend(tmp_path: Pat
     )
     assert seen.pop("devices").startswith("no backend is initialized yet")
     assert seen == {
-        "import": True, "reading": True, "started": False, "says": False, "pallas": False,
-    }  # fmt: skip
+        "import": True,
+        "reading": True,
+        "started": False,
+        "says": False,
+        "pallas": False,
+    }
     assert list(tmp_path.iterdir()) == []
 
 
@@ -293,9 +301,14 @@ def test_what_the_environment_sets_is_seen(tmp_path: Path) -> None:
     """
     plain = in_new_process(code, tmp_path, XLA_FLAGS="")
     other = in_new_process(
-        code, tmp_path, JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2",
-        JAX_DEFAULT_MATMUL_PRECISION="highest", XLA_FLAGS="--xla_cpu_enable_fast_math=false",
-    )  # fmt: skip
+        code,
+        tmp_path,
+        JAX_ENABLE_X64="1",
+        JAX_PLATFORMS="cpu",
+        JAX_NUM_CPU_DEVICES="2",
+        JAX_DEFAULT_MATMUL_PRECISION="highest",
+        XLA_FLAGS="--xla_cpu_enable_fast_math=false",
+    )
     expected = {
         "jax_enable_x64": (False, True),
         "jax_default_matmul_precision": (None, "highest"),

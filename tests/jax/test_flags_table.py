@@ -51,8 +51,9 @@ def test_every_row_has_a_value_or_a_reason() -> None:
         assert row.readable == (row.unreadable == "")
     absent = OPTIONS.keys() - PRESENT.keys()
     assert {row.name for row in rows if row.unreadable} <= absent | {
-        "backends.default", "backends.devices",
-    }  # fmt: skip
+        "backends.default",
+        "backends.devices",
+    }
 
 
 def test_values_are_those_of_jax() -> None:

@@ -144,8 +144,11 @@ def test_statistics_of_xla_under_transformations(
         jax.jvp(once, (jnp.ones(2),), (jnp.ones(2),))
     found = read(tmp_path / "a").records
     assert [(r.shape, r.mean) for r in found] == [
-        ((3, 4), 2.0), ((3, 4), 4.0), ((2,), 2.0), ((2,), 4.0),
-    ]  # fmt: skip
+        ((3, 4), 2.0),
+        ((3, 4), 4.0),
+        ((2,), 2.0),
+        ((2,), 4.0),
+    ]
 
 
 def test_a_compiled_function_is_never_run_without_its_taps_nor_with_them_later(
@@ -197,9 +200,10 @@ def test_steps_layers_pytrees_and_header(tmp_path: Path) -> None:
                 model(index * jnp.ones(4))
     found = read(tmp_path / "a")
     assert [(r.module, r.tensor, r.step, r.mean) for r in found.records if r.step == 3] == [
-        ("blocks.0", "kwargs.rest[0]", 3, 3.0), ("blocks.0", "kwargs.x", 3, 3.0),
+        ("blocks.0", "kwargs.rest[0]", 3, 3.0),
+        ("blocks.0", "kwargs.x", 3, 3.0),
         ("blocks.1", "out", 3, 3.0),
-    ]  # fmt: skip
+    ]
     assert {r.step for r in found.records} == {1, 3}
     assert found.header.weights.keys() == {"blocks.0.w", "b"}
     assert found.header.dtypes == {"float32": 1, "bfloat16": 1}

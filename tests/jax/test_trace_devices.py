@@ -75,8 +75,9 @@ refused(lambda: model(x), "trace(..., ordered=False)")
 
 def test_sharded_arrays_are_recorded_whole_and_parts_refused(tmp_path: Path) -> None:
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "a")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

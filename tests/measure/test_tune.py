@@ -42,9 +42,13 @@ def backend():
 
     def register(name, kernel, seconds=None):
         can = Capabilities(
-            devices={"cpu"}, dtypes={"float32"}, head_dims=(1, 64, 1), masks=ALL_MASKS, scale=True,
+            devices={"cpu"},
+            dtypes={"float32"},
+            head_dims=(1, 64, 1),
+            masks=ALL_MASKS,
+            scale=True,
             strided=True,
-        )  # fmt: skip
+        )
         registry.register(
             Backend(name, "torch", can, lambda: Available("1"), lambda: lambda p, c: kernel, None)
         )

@@ -158,9 +158,10 @@ class Program:
         self.free = self._free() if self.chance.random() < 0.3 else {}
         held = {cell for cells in self.free.values() for cell in cells}
         self._names = [
-            name for name in self.values
+            name
+            for name in self.values
             if not held & set(accesses()[name].touches) and (self.slow or name != "num_threads")
-        ]  # fmt: skip
+        ]
 
     def _free(self) -> dict[str, tuple[Cell, ...]]:
         """Choose knobs that are assigned directly and that no scope will name."""
@@ -234,10 +235,17 @@ class Program:
     def _refused(self) -> None:
         """Name what cannot be set, beside what can: nothing may change."""
         wrong = self.chance.choice(
-            [("cudnn.benchmrk", True), ("cudnn.benchmark", 1), ("cuda.is_built", True),
-             ("float32_matmul_precision", "low"), ("num_threads", 0), ("mkl.verbose", 1),
-             ("cuda.sdp_priority", ["flash", "flash"]), ("default_dtype", "int8")],
-        )  # fmt: skip
+            [
+                ("cudnn.benchmrk", True),
+                ("cudnn.benchmark", 1),
+                ("cuda.is_built", True),
+                ("float32_matmul_precision", "low"),
+                ("num_threads", 0),
+                ("mkl.verbose", 1),
+                ("cuda.sdp_priority", ["flash", "flash"]),
+                ("default_dtype", "int8"),
+            ]
+        )
         pairs = [*(p for p in self.some_changes().items() if p[0] != wrong[0]), wrong]
         self.chance.shuffle(pairs)
         before = stand()

@@ -33,7 +33,7 @@ from polyattn import (
     record_selections,
     set_backend,
     use_backend,
-)  # fmt: skip
+)
 from tests.public_modules import public_module_names
 
 ROOT = Path(__file__).parents[2]
@@ -137,11 +137,18 @@ def command_line(folder: Path) -> None:
     for name, value in (("a.json", snapshot()), ("b.json", snapshot())):
         (folder / name).write_text(__import__("json").dumps(value), encoding="utf-8")
     for arguments in (
-        ["doctor"], ["doctor", "--json"], ["doctor", "--flags"], ["flags", "show"],
+        ["doctor"],
+        ["doctor", "--json"],
+        ["doctor", "--flags"],
+        ["flags", "show"],
         ["flags", "diff", str(folder / "a.json"), str(folder / "b.json")],
-        ["explain", "--batch", "1"], ["fuzz", "--problems", "2"], ["run", program(folder)],
-        ["tune", "--list"], ["--version"], ["nonsense"],
-    ):  # fmt: skip
+        ["explain", "--batch", "1"],
+        ["fuzz", "--problems", "2"],
+        ["run", program(folder)],
+        ["tune", "--list"],
+        ["--version"],
+        ["nonsense"],
+    ):
         with contextlib.suppress(SystemExit):
             cli(*arguments)
 
@@ -211,10 +218,16 @@ def registered(folder: Path) -> None:
         devices={"cpu"}, dtypes={"float32"}, head_dims=(1, 64, 1), masks=ALL_MASKS, strided=True
     )
     assert arch_number("sm_90") == 90
-    made = register(Backend(
-        "example_of_unchanged", "torch", can, lambda: Available("1"),
-        lambda: lambda p, c: lambda q, k, v, *rest: torch.zeros_like(q), None,
-    ))  # fmt: skip
+    made = register(
+        Backend(
+            "example_of_unchanged",
+            "torch",
+            can,
+            lambda: Available("1"),
+            lambda: lambda p, c: lambda q, k, v, *rest: torch.zeros_like(q),
+            None,
+        )
+    )
     try:
         attend(backend=made.name)
     finally:

@@ -41,12 +41,23 @@ def test_the_plainest_call_is_known_by_name_not_by_place() -> None:
     (plain,) = table.rows
     assert plain.is_plainest
     for field, value in (
-        ("mask", "Causal()"), ("bias", "x"), ("scale", 1.0), ("softcap", 1.0), ("sinks", "x"),
-        ("dropout_p", 0.5), ("return_lse", True), ("deterministic", False), ("backend", "flex"),
-        ("around", ("flex", None, None)), ("switches", (True, False, True, True)),
-        ("layer", frozenset()), ("cast", torch.float16), ("pages", 1), ("door", "sdpa"),
+        ("mask", "Causal()"),
+        ("bias", "x"),
+        ("scale", 1.0),
+        ("softcap", 1.0),
+        ("sinks", "x"),
+        ("dropout_p", 0.5),
+        ("return_lse", True),
+        ("deterministic", False),
+        ("backend", "flex"),
+        ("around", ("flex", None, None)),
+        ("switches", (True, False, True, True)),
+        ("layer", frozenset()),
+        ("cast", torch.float16),
+        ("pages", 1),
+        ("door", "sdpa"),
         ("noted", 1),
-    ):  # fmt: skip
+    ):
         assert not plain._replace(**{field: value}).is_plainest, field
 
 
@@ -142,9 +153,14 @@ def test_paged_calls_without_sequences_or_keys(shape: tuple[int, ...]) -> None:
     b = shape[0]
     for backend in (None, "native_cpu", "reference"):
         out, lse = paged_attention(
-            q, pages, pages, torch.zeros(b, 0).int(), torch.zeros(b).int(), return_lse=True,
+            q,
+            pages,
+            pages,
+            torch.zeros(b, 0).int(),
+            torch.zeros(b).int(),
+            return_lse=True,
             backend=backend,
-        )  # fmt: skip
+        )
         assert out.shape == shape
         assert not out.any()
         assert lse.shape == (b, 2, 1)

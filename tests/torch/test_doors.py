@@ -58,9 +58,13 @@ def assert_alike(door: str, got: Outcome, eager: Outcome, call: Call, bound: flo
             else mine
         )
         torch.testing.assert_close(
-            mine.float(), theirs.float(), atol=bound, rtol=bound, equal_nan=True,
+            mine.float(),
+            theirs.float(),
+            atol=bound,
+            rtol=bound,
+            equal_nan=True,
             msg=lambda text: f"{door}: {call}\n{text}",
-        )  # fmt: skip
+        )
 
 
 def bound_of(call: Call) -> float:
@@ -123,8 +127,10 @@ def test_compiled_calls_of_symbolic_sizes(seed: int) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(
             lambda q, k, v, options: attention(q, k, v, **options),
-            fullgraph=True, backend="eager", dynamic=True,
-        )  # fmt: skip
+            fullgraph=True,
+            backend="eager",
+            dynamic=True,
+        )
         got = outcome(compiled, call.q, call.k, call.v, call.options)
         assert_alike("symbolic", got, eager, call, bound_of(call))
 

@@ -174,9 +174,11 @@ def test_value_that_this_build_does_not_have_is_an_error_and_nothing_is_set() ->
 def test_setter_that_fails_undoes_the_rest() -> None:
     wanted = with_(
         cudnn__benchmark=True,
-        **{"cuda.matmul.allow_fp16_reduced_precision_reduction": True,
-           "cuda.matmul.allow_fp16_reduced_precision_reduction_split_k": False},
-    )  # fmt: skip
+        **{
+            "cuda.matmul.allow_fp16_reduced_precision_reduction": True,
+            "cuda.matmul.allow_fp16_reduced_precision_reduction_split_k": False,
+        },
+    )
     if "cuda.matmul.allow_fp16_reduced_precision_reduction_split_k" not in snapshot():
         pytest.skip("not in this version of torch")
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

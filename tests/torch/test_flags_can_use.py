@@ -48,9 +48,14 @@ def runs(backend: SDPBackend, p: Any) -> bool:
         with sdpa_kernel(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             F.scaled_dot_product_attention(
-                p.query, p.key, p.value, attn_mask=p.attn_mask, dropout_p=p.dropout,
-                is_causal=p.is_causal, enable_gqa=p.enable_gqa,
-            )  # fmt: skip
+                p.query,
+                p.key,
+                p.value,
+                attn_mask=p.attn_mask,
+                dropout_p=p.dropout,
+                is_causal=p.is_causal,
+                enable_gqa=p.enable_gqa,
+            )
     except (RuntimeError, IndexError):
         return False
     return True
@@ -110,10 +115,12 @@ def random_params(rng: random.Random) -> Any:
     if rng.random() < 0.03:
         tensors[1] = tensors[1].unsqueeze(0)
     return params(
-        *tensors, random_mask(rng, full, dtype),
+        *tensors,
+        random_mask(rng, full, dtype),
         dropout=rng.choice([0.0] * 8 + [0.3, 1.0, 1.5, -0.5]),
-        is_causal=rng.random() < 0.25, enable_gqa=rng.random() < (0.8 if groups > 1 else 0.1),
-    )  # fmt: skip
+        is_causal=rng.random() < 0.25,
+        enable_gqa=rng.random() < (0.8 if groups > 1 else 0.1),
+    )
 
 
 def described(p: Any) -> str:

@@ -51,9 +51,10 @@ def same(found: State, state: State) -> bool:
 def view() -> tuple[Any, ...]:
     """What torch's getters say; the old ones may raise."""
     old = (
-        torch._C._get_float32_matmul_precision, torch._C._get_cublas_allow_tf32,
+        torch._C._get_float32_matmul_precision,
+        torch._C._get_cublas_allow_tf32,
         torch._C._get_cudnn_allow_tf32,
-    )  # fmt: skip
+    )
     return tuple(GET(*name.split(".")) for name in LEVELS) + tuple(map(said, old))
 
 
@@ -182,9 +183,10 @@ def test_one_name_changes_its_relatives_and_all_come_back(name: str) -> None:
     before = CELLS.read(FLOAT32)
     with flags(float32_matmul_precision=name):
         assert torch.backends.cuda.matmul.allow_tf32 is (name != "highest")
-        assert torch.backends.mkldnn.matmul.fp32_precision == {
-            "highest": "ieee", "high": "tf32", "medium": "bf16"
-        }[name]  # fmt: skip
+        assert (
+            torch.backends.mkldnn.matmul.fp32_precision
+            == {"highest": "ieee", "high": "tf32", "medium": "bf16"}[name]
+        )
     assert CELLS.read(FLOAT32) == before
 
 

@@ -20,8 +20,12 @@ def in_new_process(code: str, *options: str) -> Any:
     """What the code prints, as JSON; it may print nothing else, nor write to stderr."""
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return json.loads(done.stdout)
@@ -247,11 +251,7 @@ NESTS: list[list[tuple[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "nest",
-    NESTS,
-    ids=str,
-)
+@pytest.mark.parametrize("nest", NESTS, ids=str)
 def test_first_state_of_torch_reads_the_same_after_scopes(nest: list[tuple[str, Any]]) -> None:
     lines = [INITIAL]
     for depth, (name, value) in enumerate(nest):

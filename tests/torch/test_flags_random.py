@@ -68,8 +68,17 @@ def test_random_programs_from_the_state_that_torch_starts_in(seed: int, tmp_path
         run(seed, values, workers)
     """
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(line.strip() if "run(seed" not in line else line[4:]
-                                         for line in code.splitlines())],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "\n".join(
+                line.strip() if "run(seed" not in line else line[4:] for line in code.splitlines()
+            ),
+        ],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ from polyattn.torch.flags import (  # noqa: E402
     full_precision,
     sdpa_priority,
     snapshot,
-)  # fmt: skip
+)
 from polyattn.torch.flags.tables import access  # noqa: E402
 from tests.torch.flag_programs import kept, stand  # noqa: E402
 
@@ -196,9 +196,13 @@ def lines_of(*functions: Any) -> set[types.CodeType]:
 
 
 LINES = lines_of(
-    stack.Stack.enter, stack.Stack.leave, stack._perform, stack._put_back, stack._write,
+    stack.Stack.enter,
+    stack.Stack.leave,
+    stack._perform,
+    stack._put_back,
+    stack._write,
     stack._write_one,
-)  # fmt: skip
+)
 
 
 _LINES = sorted({n for _, _, n in stack.Stack.leave.__code__.co_lines() if n})

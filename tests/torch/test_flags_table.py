@@ -227,9 +227,11 @@ def inherited(name: str) -> set[str]:
         return {"cudnn.allow_tf32"}  # which torch may then refuse to read
     levels = {"fp32_precision": "", "cudnn.fp32_precision": "cu", "mkldnn.fp32_precision": "mkldnn"}
     below = levels.get(name)
-    return set() if below is None else {
-        n for n in ROWS if n.endswith("fp32_precision") and n.startswith(below)
-    }  # fmt: skip
+    return (
+        set()
+        if below is None
+        else {n for n in ROWS if n.endswith("fp32_precision") and n.startswith(below)}
+    )
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -21,9 +21,10 @@ from polyattn.torch.flags import torch_messages, torch_reasons
 def test_explain_adds_torchs_reasons_to_refusals_only() -> None:
     refused = Rejected((Reason("mask", "Window(2, 0)", "no Window"),))
     chosen = Selection(
-        "sdpa_math", Source.HEURISTIC,
+        "sdpa_math",
+        Source.HEURISTIC,
         decisions={"sdpa_flash": refused, "sdpa_math": Accepted(), "sdpa_efficient": Accepted()},
-    )  # fmt: skip
+    )
     said = torch_reasons.by_backend(
         [
             "Memory efficient kernel not used because:",

@@ -10,16 +10,7 @@ from polyattn.backends.flex.torch import backend as flex
 from polyattn.backends.flex.torch import routes
 from polyattn.backends.flex.torch.blocks import block_cache
 from polyattn.errors import Unsupported
-from polyattn.masks import (
-    BlockMap,
-    Causal,
-    Dense,
-    Packed,
-    Padding,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from polyattn.masks import BlockMap, Causal, Dense, Packed, Padding, PrefixLM, Segments, Window
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.selection.registry import registry
 from polyattn.torch import attention

@@ -12,16 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polyattn import record_selections, use_backend
 from polyattn.errors import Unsupported
-from polyattn.masks import (
-    BlockMap,
-    Causal,
-    Dense,
-    Packed,
-    Padding,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from polyattn.masks import BlockMap, Causal, Dense, Packed, Padding, PrefixLM, Segments, Window
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.native import module
 from polyattn.selection.registry import Available
@@ -323,8 +314,9 @@ def test_a_bias_that_is_a_mask_is_taken_for_one(dtype: torch.dtype, shape: tuple
         x[0, 0, 3, 2] = math.nan
         numbers = torch.where(seen, 0.0, -math.inf).to(dtype)
         options = {"bias": DenseBias(numbers), "layout": "BNTH"}
-        inputs = [x if x.shape == y.shape and (x[0, 0, :3] == y[0, 0, :3]).all() else y
-                  for y in (q, k, v)]  # fmt: skip
+        inputs = [
+            x if x.shape == y.shape and (x[0, 0, :3] == y[0, 0, :3]).all() else y for y in (q, k, v)
+        ]
         got = attention(*inputs, **options, backend="native_cpu")
         want = attention(*inputs, **options, backend="reference")
         assert torch.equal(got.isnan(), want.isnan()) and want.isnan().any()

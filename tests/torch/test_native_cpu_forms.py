@@ -76,8 +76,11 @@ def test_bfloat16_runs_on_its_form(
     call: Call, other_form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[torch.dtype, int]] = [
-        (torch.bfloat16, 200), (torch.bfloat16, 1), (torch.float32, 200), (torch.float16, 200),
-    ]  # fmt: skip
+        (torch.bfloat16, 200),
+        (torch.bfloat16, 1),
+        (torch.float32, 200),
+        (torch.float16, 200),
+    ]
 
     def bits(isa: str | None) -> list[Any]:
         if isa is None:

@@ -24,10 +24,7 @@ from polyattn.torch import attention
 if not isinstance(module.status(), Available):
     pytest.skip("the extension is not built", allow_module_level=True)
 
-from polyattn.backends.native_cpu.torch.operator import (
-    native_attention,
-    native_attention_backward,
-)
+from polyattn.backends.native_cpu.torch.operator import native_attention, native_attention_backward
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 BEYOND = "which are all that its memory holds"
@@ -41,9 +38,14 @@ def qkv(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(
-    *, bias: Tensor | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
-    codes: tuple[int, ...] = (), arrays: tuple[Tensor, ...] = (), layout: str = "BTNH",
-) -> Tensor:  # fmt: skip
+    *,
+    bias: Tensor | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    codes: tuple[int, ...] = (),
+    arrays: tuple[Tensor, ...] = (),
+    layout: str = "BTNH",
+) -> Tensor:
     """Call the operator with what is given, checked by nobody before."""
     q, k, v = qkv()
     if layout == "packed":

@@ -30,10 +30,7 @@ if not isinstance(module.status(), Available):
     pytest.skip("the extension is not built", allow_module_level=True)
 
 from polyattn.backends.native_cpu.torch.arguments import program_of
-from polyattn.backends.native_cpu.torch.operator import (
-    native_attention,
-    native_attention_backward,
-)
+from polyattn.backends.native_cpu.torch.operator import native_attention, native_attention_backward
 
 OPERATOR = "polyattn.native_attention"
 
@@ -86,10 +83,25 @@ def test_backward_keeps_the_rules_of_operators(kind: str) -> None:
     torch.library.opcheck(
         native_attention_backward,
         (
-            torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, bias, slopes, sinks,
-            codes, found, layout, scale, softcap, bias is not None, sinks is not None,
+            torch.randn_like(out),
+            torch.randn_like(lse),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            bias,
+            slopes,
+            sinks,
+            codes,
+            found,
+            layout,
+            scale,
+            softcap,
+            bias is not None,
+            sinks is not None,
         ),
-    )  # fmt: skip
+    )
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -197,16 +209,21 @@ def test_fake_tensors_have_the_strides_of_real_ones() -> None:
     lying = [x.contiguous() for x in swapped]
     strided = [x.repeat_interleave(2, -1)[..., ::2].transpose(1, 2) for x in (q, k, v)]
     for inputs, layout in (
-        ((q, k, v), "BTNH"), (swapped, "BNTH"), (lying, "BNTH"), (strided, "BNTH"),
-    ):  # fmt: skip
+        ((q, k, v), "BTNH"),
+        (swapped, "BNTH"),
+        (lying, "BNTH"),
+        (strided, "BNTH"),
+    ):
         real = native(*inputs, layout=layout, mask=Causal(), return_lse=True)
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(x) for x in inputs]
             out = native(*fake, layout=layout, mask=Causal(), return_lse=True)
         for one, other in zip(real, out, strict=True):
             assert (one.shape, one.stride(), one.dtype) == (
-                other.shape, other.stride(), other.dtype,
-            )  # fmt: skip
+                other.shape,
+                other.stride(),
+                other.dtype,
+            )
 
 
 def test_function_transforms() -> None:

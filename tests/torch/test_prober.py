@@ -136,10 +136,17 @@ def test_nothing_is_tried_in_a_forked_child(tmp_path: Path) -> None:
 def run(code: str, cache: Path, **environ: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code)],
-        env={**os.environ, "POLYATTN_CACHE_DIR": str(cache), "POLYATTN_CALIBRATION": "on",
-             **environ},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env={
+            **os.environ,
+            "POLYATTN_CACHE_DIR": str(cache),
+            "POLYATTN_CALIBRATION": "on",
+            **environ,
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return done.stdout
 
@@ -176,11 +183,14 @@ def test_a_process_calibrates_and_the_next_one_reads(tmp_path: Path) -> None:
 def test_two_processes_at_once(tmp_path: Path) -> None:
     made = [
         subprocess.Popen(
-            [sys.executable, "-c", CALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", CALL],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "POLYATTN_CACHE_DIR": str(tmp_path), "POLYATTN_CALIBRATION": "on"},
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     for one in made:
         out, err = one.communicate(timeout=300)
         assert one.returncode == 0 and err == "" and expected(out), err

@@ -53,8 +53,10 @@ def test_precedence_from_weakest_to_strongest(monkeypatch: pytest.MonkeyPatch) -
                 assert ran_on(backend="sdpa_math") == ("reference", "FORCED")
                 picked = explain(Q, Q, Q, backend="sdpa_math")
                 assert picked.overridden == {
-                    "CALL": "sdpa_math", "SCOPE": "sdpa_flash", "ENV": "sdpa_math",
-                }  # fmt: skip
+                    "CALL": "sdpa_math",
+                    "SCOPE": "sdpa_flash",
+                    "ENV": "sdpa_math",
+                }
     assert ran_on() == ("sdpa_math", "ENV")
     monkeypatch.delenv("POLYATTN_BACKEND")
     assert ran_on() == ("sdpa_flash", "HEURISTIC")

@@ -63,10 +63,11 @@ def rows(steps: int | None, layers: int, wrong: tuple[int, int] | None) -> Itera
 
 def _guards() -> dict[str, Guard]:
     found = (
-        Guard("inputs", True), Guard("weights", True),
+        Guard("inputs", True),
+        Guard("weights", True),
         Guard("determinism", None, "no rerun was given"),
         Guard("flags", False, "cudnn.benchmark: False, True"),
-    )  # fmt: skip
+    )
     return {one.name: one for one in found}
 
 
@@ -79,10 +80,15 @@ def different(steps: int | None = 4, layers: int = 3) -> Verdict:
         after="layers.1.up", error=0.01, threshold=1e-5,
     )  # fmt: skip
     return Verdict(
-        equal=False, culprit=culprit, rows=tuple(rows(steps, layers, (at, 1))), guards=_guards(),
-        coverage=Coverage(13, 13, 14, (), ("extra",), 9), notes=("one note",),
-        reference="a.jsonl", port="b.jsonl",
-    )  # fmt: skip
+        equal=False,
+        culprit=culprit,
+        rows=tuple(rows(steps, layers, (at, 1))),
+        guards=_guards(),
+        coverage=Coverage(13, 13, 14, (), ("extra",), 9),
+        notes=("one note",),
+        reference="a.jsonl",
+        port="b.jsonl",
+    )
 
 
 def same() -> Verdict:
@@ -93,8 +99,14 @@ def same() -> Verdict:
 
 def unknown(count: int = 0) -> Verdict:
     """Nothing can be said, and perhaps nothing was compared."""
-    row = Row(module="up", reference_module="up", error_in=0.0, error_out=0.01, threshold=0.004,
-              verdict="cannot say")  # fmt: skip
+    row = Row(
+        module="up",
+        reference_module="up",
+        error_in=0.0,
+        error_out=0.01,
+        threshold=0.004,
+        verdict="cannot say",
+    )
     return Verdict(equal=None, reasons=("the first reason", "the second"), rows=(row,) * count)
 
 
@@ -103,16 +115,25 @@ def endless() -> Verdict:
     values = (0.0, math.inf, math.nan, None, 5e-324, 1.7e308, 1e-7)
     found = tuple(
         Row(
-            module=None if at == 5 else f"m.{at}", reference_module=None if at == 4 else f"m.{at}",
-            error_in=one, error_out=other, inherited=one, contributed=other, threshold=limit,
+            module=None if at == 5 else f"m.{at}",
+            reference_module=None if at == 4 else f"m.{at}",
+            error_in=one,
+            error_out=other,
+            inherited=one,
+            contributed=other,
+            threshold=limit,
             verdict=("same", "inherited", "culprit", "differs", "missing", "not compared")[at % 6],
-            depth=at % 4, phase="backward" if at % 5 == 0 else "forward", call=10**at,
+            depth=at % 4,
+            phase="backward" if at % 5 == 0 else "forward",
+            call=10**at,
         )
         for at, (one, other, limit) in enumerate(
             (one, other, limit)
-            for one in values for other in values for limit in (1e-5, 0.0, math.inf, None)
+            for one in values
+            for other in values
+            for limit in (1e-5, 0.0, math.inf, None)
         )
-    )  # fmt: skip
+    )
     culprit = Culprit(module="m.2", reference_module=None, kind="output", error=math.inf)
     return Verdict(equal=False, culprit=culprit, rows=found)
 
@@ -120,21 +141,38 @@ def endless() -> Verdict:
 def hostile() -> Verdict:
     """Every text of a verdict is one that somebody made up to do harm."""
     found = tuple(
-        Row(module=name, reference_module=name[::-1], cls=name, error_in=0.0, error_out=0.5,
-            inherited=0.0, contributed=0.5, threshold=1e-5, depth=1, note=name, how=name,
-            verdict="culprit" if at == 0 else "inherited")
+        Row(
+            module=name,
+            reference_module=name[::-1],
+            cls=name,
+            error_in=0.0,
+            error_out=0.5,
+            inherited=0.0,
+            contributed=0.5,
+            threshold=1e-5,
+            depth=1,
+            note=name,
+            how=name,
+            verdict="culprit" if at == 0 else "inherited",
+        )
         for at, name in enumerate(HOSTILE)
-    )  # fmt: skip
+    )
     culprit = Culprit(
         module=HOSTILE[0], reference_module=HOSTILE[1], kind="input", at=HOSTILE[4],
         tensor=HOSTILE[0], after=HOSTILE[5], between=HOSTILE, lacking=HOSTILE, others=HOSTILE,
         error=0.5, threshold=1e-5, evidence=HOSTILE[8],
     )  # fmt: skip
     return Verdict(
-        equal=False, culprit=culprit, rows=found, notes=HOSTILE, reasons=HOSTILE,
+        equal=False,
+        culprit=culprit,
+        rows=found,
+        notes=HOSTILE,
+        reasons=HOSTILE,
         guards={name: Guard(name, False, name) for name in HOSTILE},
-        coverage=Coverage(1, 1, 1, HOSTILE, HOSTILE), reference=HOSTILE[0], port=HOSTILE[9],
-    )  # fmt: skip
+        coverage=Coverage(1, 1, 1, HOSTILE, HOSTILE),
+        reference=HOSTILE[0],
+        port=HOSTILE[9],
+    )
 
 
 def long(count: int) -> Verdict:

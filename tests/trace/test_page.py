@@ -91,20 +91,31 @@ def test_pages_of_other_verdicts_have_the_same_elements():
         return tuple(map(clean, value)) if isinstance(value, tuple) else value
 
     rows = tuple(
-        replace(row, **{name: clean(getattr(row, name))
-                        for name in ("module", "reference_module", "cls", "note", "how")})
+        replace(
+            row,
+            **{
+                name: clean(getattr(row, name))
+                for name in ("module", "reference_module", "cls", "note", "how")
+            },
+        )
         for row in given.rows
-    )  # fmt: skip
+    )
     fields = ("module", "reference_module", "at", "tensor", "after", "between", "lacking", "others")
     culprit = replace(
         given.culprit, evidence="name8", **{n: clean(getattr(given.culprit, n)) for n in fields}
     )
     harmless = replace(
-        given, rows=rows, culprit=culprit, notes=plain, reasons=plain,
-        guards={clean(name): replace(g, name=clean(name), said=clean(name))
-                for name, g in given.guards.items()},
+        given,
+        rows=rows,
+        culprit=culprit,
+        notes=plain,
+        reasons=plain,
+        guards={
+            clean(name): replace(g, name=clean(name), said=clean(name))
+            for name, g in given.guards.items()
+        },
         coverage=replace(given.coverage, only_reference=plain, only_port=plain),
-    )  # fmt: skip
+    )
     found = [[tag for tag, _ in Elements(page(one)).found] for one in (given, harmless)]
     assert found[0] == found[1]
 

@@ -169,8 +169,10 @@ class TestWhatIsSeen:
         chips = browser.all("#verdicts button")
         assert [chip.get_attribute("data-verdict") for chip in chips] == list(verdicts)
         assert all(chip.get_attribute("title") for chip in chips)
-        glyphs = browser.run("return [...document.querySelectorAll('#verdicts canvas')]"
-                             ".map((one) => one.toDataURL())")  # fmt: skip
+        glyphs = browser.run(
+            "return [...document.querySelectorAll('#verdicts canvas')]"
+            ".map((one) => one.toDataURL())"
+        )
         assert len(set(glyphs)) == len(verdicts)
         assert browser.logged() == []
 
@@ -212,8 +214,11 @@ class TestHostile:
         browser.open(hostile())
         browser.one("#tree-open").click()
         for at in range(0, 700, 200):  # bring every row and line into the document
-            browser.run("for (const id of ['tree', 'table'])"
-                        " document.getElementById(id).scrollTop = arguments[0]", at)  # fmt: skip
+            browser.run(
+                "for (const id of ['tree', 'table'])"
+                " document.getElementById(id).scrollTop = arguments[0]",
+                at,
+            )
             time.sleep(0.05)
         assert browser.run("return window.hit") is None
         assert browser.run("return document.images.length + document.scripts.length") == 2
@@ -339,8 +344,9 @@ class TestWhatIsDone:
         box.send_keys("layers.2 LINEAR")
         browser.wait(lambda: browser.text("#table-said") != total)
         assert set(browser.names()) == {"layers.2.up", "layers.2.down"}
-        lines = browser.run("return [...document.querySelectorAll('#tree .row')]"
-                            ".map((row) => row.dataset.path)")  # fmt: skip
+        lines = browser.run(
+            "return [...document.querySelectorAll('#tree .row')].map((row) => row.dataset.path)"
+        )
         assert set(lines) == {"", "layers", "layers.2", "layers.2.up", "layers.2.down"}
         browser.one('#verdicts [data-verdict="inherited"]').click()
         assert browser.text("#table-said").startswith("4 of ")  # two steps, two modules
@@ -361,8 +367,9 @@ class TestWhatIsDone:
             return browser.run(
                 "return [...document.querySelectorAll('#table .row')].sort((a, b) => "
                 "parseFloat(a.style.top) - parseFloat(b.style.top))"
-                ".map((row) => row.children[arguments[0]].textContent)", at,
-            )  # fmt: skip
+                ".map((row) => row.children[arguments[0]].textContent)",
+                at,
+            )
 
         browser.one('#table [data-key="out"]').click()
         down = [float(text) for text in column()]

@@ -42,9 +42,11 @@ def test_shards_of_ranks_are_the_whole(tmp_path, dim, how):
 
     write(tmp_path, 4, add)
     path = {
-        "pattern": tmp_path / "run.rank*.jsonl", "folder": tmp_path, "name": tmp_path / "run.jsonl",
+        "pattern": tmp_path / "run.rank*.jsonl",
+        "folder": tmp_path,
+        "name": tmp_path / "run.jsonl",
         "file": tmp_path / "run.rank2.jsonl",
-    }[how]  # fmt: skip
+    }[how]
     trace = read(path)
     assert trace.ended
     if how == "file":
@@ -53,8 +55,12 @@ def test_shards_of_ranks_are_the_whole(tmp_path, dim, how):
         return
     assert trace.notes == () and len(trace.paths) == len(trace.headers) == 4
     assert [(r.module, r.rank) for r in trace.records] == [
-        ("whole", 0), ("whole", 1), ("whole", 2), ("whole", 3), ("m", 0),
-    ]  # fmt: skip
+        ("whole", 0),
+        ("whole", 1),
+        ("whole", 2),
+        ("whole", 3),
+        ("m", 0),
+    ]
     assert [r.seq for r in trace.records] == list(range(5))
     assert_is(trace.records[-1], x)
     assert trace.records[-1].samples is None and trace.records[-1].cls == "M"
@@ -99,8 +105,11 @@ def test_same_stays_within_its_rank(tmp_path):
     write(tmp_path, 2, add)
     records = read(tmp_path).records
     assert [(r.seq, r.rank, r.same, r.mean) for r in records] == [
-        (0, 0, None, 0), (1, 1, None, 1), (2, 0, 0, 0), (3, 1, 1, 1),
-    ]  # fmt: skip
+        (0, 0, None, 0),
+        (1, 1, None, 1),
+        (2, 0, 0, 0),
+        (3, 1, 1, 1),
+    ]
 
 
 def test_missing_ranks_are_said_and_parts_stay_apart(tmp_path):

@@ -23,8 +23,12 @@ def lines(path):
 def run(code, folder):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @BOTH
@@ -253,10 +257,7 @@ def test_close_is_idempotent_and_a_blocks_own_error_is_seen(tmp_path, background
     sink.write({"late": 1})
     sink.flush()
     assert lines(tmp_path / "a.jsonl") == [{"end": 1}] and sink.dropped == 1 and sink.closed
-    with (
-        pytest.raises(KeyError),
-        JsonlSink(tmp_path / "b.jsonl", background=background) as sink,
-    ):
+    with pytest.raises(KeyError), JsonlSink(tmp_path / "b.jsonl", background=background) as sink:
         sink.write({"x": object()})
         raise KeyError
 

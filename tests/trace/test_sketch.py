@@ -46,8 +46,10 @@ def plain_python_sketch(values, index):
 
 def test_known_answers():
     assert [int(word) for word in splitmix64(np.array([0, 1, 2**63], np.uint64))] == [
-        16294208416658607535, 10451216379200822465, 5196802822362493915,
-    ]  # fmt: skip
+        16294208416658607535,
+        10451216379200822465,
+        5196802822362493915,
+    ]
     assert sketch(np.arange(200)).tolist() == OF_COUNTING
     assert encode(sketch(np.arange(3.0)))[:20] == "AAAAAAAAgL8AAADAAAAA"
 

@@ -59,8 +59,14 @@ def test_calls_are_counted(tmp_path):
         trace.add("b", "out", "out", x())
     records = read(tmp_path / "a.jsonl").records
     assert [r.call for r in records if r.module == "a" and "grad" not in r.phase] == [
-        0, 0, 0, 1, 1, 1, 2,
-    ]  # fmt: skip
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+    ]
     assert [r.call for r in records if "grad" in r.phase] == [1, 1]
     assert [r.call for r in records if r.module == "b"] == [0, 1, 7, 8]
 
@@ -155,9 +161,7 @@ def test_what_no_record_can_have_is_refused_and_the_rest_goes_on(tmp_path, argum
 
 
 def test_headers_that_are_none(tmp_path):
-    for arguments in (
-        {"framwork": "x"}, {"rank": 2, "world": 2}, {"header": Header(), "seed": 1},
-    ):  # fmt: skip
+    for arguments in ({"framwork": "x"}, {"rank": 2, "world": 2}, {"header": Header(), "seed": 1}):
         with pytest.raises(TraceError, match="got"):
             TraceWriter(tmp_path / "a.jsonl", **arguments)
     assert not list(tmp_path.iterdir())

@@ -83,17 +83,23 @@ def answer(
     except TraceError as error:  # it is refused before it runs, and should say where to look
         named = any(repr(one) in str(error) for one in culprits)
         return row | {
-            "effect": own, "output": output, "counted": True,
-            "outcome": "exact" if named else "cannot say", "said": f"refused: {error}"[:300],
-        }  # fmt: skip
+            "effect": own,
+            "output": output,
+            "counted": True,
+            "outcome": "exact" if named else "cannot say",
+            "said": f"refused: {error}"[:300],
+        }
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # the bug is a crash
         return row | {"outcome": "crashed", "said": f"{type(error).__name__}: {error}"[:200]}
     least = _EFFECT[reference.dtype]
     counted = own > least and output > least
     return row | {
-        "effect": own, "output": output, "counted": counted,
-        "outcome": outcome(verdict, culprits), "said": said(verdict),
-    }  # fmt: skip
+        "effect": own,
+        "output": output,
+        "counted": counted,
+        "outcome": outcome(verdict, culprits),
+        "said": said(verdict),
+    }
 
 
 def _renamed(model: nn.Module, culprits: tuple[str, ...]) -> tuple[str, ...]:

@@ -49,8 +49,11 @@ def seed_weights(model: nn.Module) -> None:
 
     A library's own start has zeros and ones, under which many faults change nothing.
     """
-    of = {f"{name}.{param}": module for name, module in model.named_modules()
-          for param, _ in module.named_parameters(recurse=False)}  # fmt: skip
+    of = {
+        f"{name}.{param}": module
+        for name, module in model.named_modules()
+        for param, _ in module.named_parameters(recurse=False)
+    }
     for name, p in model.named_parameters():
         noise = torch.randn_like(p)
         module = of.get(name, model)
@@ -79,12 +82,24 @@ def _fan_in(p: Tensor, module: nn.Module) -> float:
 ARCHITECTURES: Mapping[str, Architecture] = {
     make.__name__: Architecture(make.__name__, make)
     for make in (
-        language.llama, language.gpt2, language.bert, language.t5, language.mixtral,
-        language.mamba, perception.vit, perception.clip, perception.whisper, perception.wav2vec2,
-        generation.unet, generation.autoencoder, generation.dit, generation.sd3, generation.flux,
+        language.llama,
+        language.gpt2,
+        language.bert,
+        language.t5,
+        language.mixtral,
+        language.mamba,
+        perception.vit,
+        perception.clip,
+        perception.whisper,
+        perception.wav2vec2,
+        generation.unet,
+        generation.autoencoder,
+        generation.dit,
+        generation.sd3,
+        generation.flux,
         generation.wan,
     )
-}  # fmt: skip
+}
 
 _QUICK = ("llama", "t5", "vit", "unet")
 

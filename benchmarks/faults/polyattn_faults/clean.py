@@ -101,8 +101,9 @@ def _attention(call: Call) -> Tensor:
         logits = logits + mask
     parts = [
         (one.softmax(-1) @ value.float()).to(query.dtype)
-        for one in logits.tensor_split(2, -2) if one.shape[-2]
-    ]  # fmt: skip
+        for one in logits.tensor_split(2, -2)
+        if one.shape[-2]
+    ]
     return torch.cat(parts, -2)
 
 
@@ -127,9 +128,10 @@ def _convolution(call: Call) -> Any:
     if bias is None:
         return call.again()
     plain = (
-        call.again(bias=None) if "bias" in call.kwargs
+        call.again(bias=None)
+        if "bias" in call.kwargs
         else call.func(*call.args[:2], None, *call.args[3:], **call.kwargs)
-    )  # fmt: skip
+    )
     return plain + bias.view(-1, *[1] * (plain.dim() - 2))
 
 

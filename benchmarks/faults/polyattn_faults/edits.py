@@ -52,9 +52,10 @@ def _sharing(model: nn.Module, *names: str) -> tuple[str, ...]:
     """The modules of these names, and those that have the same weights, as tied ones."""
     own = {id(p) for name in names for p in model.get_submodule(name).parameters(recurse=False)}
     tied = [
-        name for name, module in model.named_modules()
+        name
+        for name, module in model.named_modules()
         if name not in names and any(id(p) in own for p in module.parameters(recurse=False))
-    ]  # fmt: skip
+    ]
     return (*names, *tied)
 
 
@@ -262,9 +263,9 @@ def _gated(module: nn.Module) -> bool:
 
 def _gates_exchanged(module: nn.Module) -> None:
     llama = hasattr(module, "gate_proj")
-    names = ("gate_proj", "up_proj", "act_fn", "down_proj") if llama else (
-        "wi_0", "wi_1", "act", "wo",
-    )  # fmt: skip
+    names = (
+        ("gate_proj", "up_proj", "act_fn", "down_proj") if llama else ("wi_0", "wi_1", "act", "wo")
+    )
     gate, up, act, down = (getattr(module, name) for name in names)
     # the bug of one who takes `up` for the gate
     module.forward = lambda x: down(act(up(x)) * gate(x))

@@ -136,9 +136,13 @@ def _clean(reference: Reference, port: nn.Module) -> Iterator[dict[str, Any]]:
         flagged = verdict.culprit is not None
         outcome = "flagged" if flagged else "same" if verdict.equal else "cannot say"
         yield {
-            "kind": way.name, "clean": True, "outcome": outcome, "said": said(verdict),
-            "compared": verdict.coverage.compared, "modules": verdict.coverage.reference,
-        }  # fmt: skip
+            "kind": way.name,
+            "clean": True,
+            "outcome": outcome,
+            "said": said(verdict),
+            "compared": verdict.coverage.compared,
+            "modules": verdict.coverage.reference,
+        }
 
 
 def summary(rows: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:

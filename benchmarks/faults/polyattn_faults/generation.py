@@ -24,9 +24,11 @@ def unet(seed: int) -> tuple[nn.Module, dict[str, Any]]:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )  # fmt: skip
     inputs = {
-        "sample": noise(seed, 2, 4, 8, 8), "timestep": torch.tensor([17, 430]),
-        "encoder_hidden_states": noise(seed + 1, 2, 7, 20), "return_dict": False,
-    }  # fmt: skip
+        "sample": noise(seed, 2, 4, 8, 8),
+        "timestep": torch.tensor([17, 430]),
+        "encoder_hidden_states": noise(seed + 1, 2, 7, 20),
+        "return_dict": False,
+    }
     return model, inputs
 
 
@@ -35,10 +37,14 @@ def autoencoder(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from diffusers import AutoencoderKL
 
     model = AutoencoderKL(
-        block_out_channels=(16, 32), layers_per_block=1, latent_channels=4, norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
         sample_size=16,
-    )  # fmt: skip
+    )
     return model, {"sample": noise(seed, 2, 3, 16, 16), "return_dict": False}
 
 
@@ -47,13 +53,22 @@ def dit(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from diffusers import DiTTransformer2DModel
 
     model = DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=12, in_channels=4, num_layers=3, sample_size=8,
-        patch_size=2, num_embeds_ada_norm=20, norm_num_groups=4, out_channels=8,
-    )  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=12,
+        in_channels=4,
+        num_layers=3,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=20,
+        norm_num_groups=4,
+        out_channels=8,
+    )
     inputs = {
-        "hidden_states": noise(seed, 2, 4, 8, 8), "timestep": torch.tensor([17, 430]),
-        "class_labels": torch.tensor([3, 11]), "return_dict": False,
-    }  # fmt: skip
+        "hidden_states": noise(seed, 2, 4, 8, 8),
+        "timestep": torch.tensor([17, 430]),
+        "class_labels": torch.tensor([3, 11]),
+        "return_dict": False,
+    }
     return model, inputs
 
 
@@ -83,9 +98,7 @@ def flux(seed: int) -> tuple[nn.Module, dict[str, Any]]:
         num_attention_heads=3, joint_attention_dim=20, pooled_projection_dim=24,
         guidance_embeds=False, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
-    places = torch.stack([
-        torch.zeros(12), torch.arange(12) // 4, torch.arange(12) % 4
-    ], 1)  # fmt: skip
+    places = torch.stack([torch.zeros(12), torch.arange(12) // 4, torch.arange(12) % 4], 1)
     inputs = {
         "hidden_states": noise(seed, 2, 12, 8), "timestep": torch.tensor([0.17, 0.43]),
         "encoder_hidden_states": noise(seed + 1, 2, 5, 20),
@@ -104,7 +117,9 @@ def wan(seed: int) -> tuple[nn.Module, dict[str, Any]]:
         out_channels=4, text_dim=20, freq_dim=32, ffn_dim=72, num_layers=2, rope_max_seq_len=16,
     )  # fmt: skip
     inputs = {
-        "hidden_states": noise(seed, 1, 4, 2, 6, 6), "timestep": torch.tensor([430]),
-        "encoder_hidden_states": noise(seed + 1, 1, 7, 20), "return_dict": False,
-    }  # fmt: skip
+        "hidden_states": noise(seed, 1, 4, 2, 6, 6),
+        "timestep": torch.tensor([430]),
+        "encoder_hidden_states": noise(seed + 1, 1, 7, 20),
+        "return_dict": False,
+    }
     return model, inputs

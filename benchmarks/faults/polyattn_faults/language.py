@@ -28,10 +28,16 @@ def llama(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=112, num_hidden_layers=3,
-        num_attention_heads=8, num_key_value_heads=4, attn_implementation="sdpa",
-        rms_norm_eps=1e-5, attention_bias=True,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        attn_implementation="sdpa",
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+    )
     return LlamaForCausalLM(config), {"input_ids": tokens(11, seed), "use_cache": False}
 
 
@@ -40,9 +46,13 @@ def gpt2(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=48, n_layer=3, n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=48,
+        n_layer=3,
+        n_head=4,
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     return GPT2LMHeadModel(config), {"input_ids": tokens(13, seed), "use_cache": False}
 
 
@@ -51,9 +61,14 @@ def bert(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=40, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=96, max_position_embeddings=32, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=32,
+        attn_implementation="sdpa",
+    )
     ids = tokens(12, seed)
     return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": _padded(12)}
 
@@ -69,9 +84,11 @@ def t5(seed: int) -> tuple[nn.Module, dict[str, Any]]:
         tie_word_embeddings=True,
     )  # fmt: skip
     inputs = {
-        "input_ids": tokens(12, seed), "attention_mask": _padded(12),
-        "decoder_input_ids": tokens(9, seed + 1), "use_cache": False,
-    }  # fmt: skip
+        "input_ids": tokens(12, seed),
+        "attention_mask": _padded(12),
+        "decoder_input_ids": tokens(9, seed + 1),
+        "use_cache": False,
+    }
     return T5ForConditionalGeneration(config), inputs
 
 
@@ -92,7 +109,12 @@ def mamba(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=40, state_size=8, num_hidden_layers=3, conv_kernel=4,
-        expand=2, time_step_rank=6,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=40,
+        state_size=8,
+        num_hidden_layers=3,
+        conv_kernel=4,
+        expand=2,
+        time_step_rank=6,
+    )
     return MambaForCausalLM(config), {"input_ids": tokens(10, seed), "use_cache": False}

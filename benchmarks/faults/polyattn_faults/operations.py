@@ -115,9 +115,16 @@ class _Code(TorchFunctionMode):
             kwargs = {one: value for one, value in kwargs.items() if one not in _QKV}
         index = frame.counts[name] = frame.counts.get(name, -1) + 1
         call = Call(
-            frame.module, frame.owner, name, index, func, tuple(args), dict(kwargs), frame.made,
+            frame.module,
+            frame.owner,
+            name,
+            index,
+            func,
+            tuple(args),
+            dict(kwargs),
+            frame.made,
             child,
-        )  # fmt: skip
+        )
         found = self.visit(call)
         frame.note(found, f"call:{child}" if child else name)
         return found

@@ -22,9 +22,15 @@ def vit(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80,
-        image_size=16, patch_size=4, num_labels=10, attn_implementation="sdpa",
-    )  # fmt: skip
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=80,
+        image_size=16,
+        patch_size=4,
+        num_labels=10,
+        attn_implementation="sdpa",
+    )
     return ViTForImageClassification(config), {"pixel_values": noise(seed, 2, 3, 16, 16)}
 
 
@@ -33,23 +39,37 @@ def clip(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     text = CLIPTextConfig(
-        vocab_size=96, hidden_size=40, intermediate_size=72, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=16, eos_token_id=3, projection_dim=24,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=40,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        eos_token_id=3,
+        projection_dim=24,
+    )
     vision = CLIPVisionConfig(
-        hidden_size=56, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        image_size=16, patch_size=8, projection_dim=24,
-    )  # fmt: skip
+        hidden_size=56,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+        projection_dim=24,
+    )
     config = CLIPConfig(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=24,
+        text_config=text.to_dict(),
+        vision_config=vision.to_dict(),
+        projection_dim=24,
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     ids = tokens(9, seed)
     ids[0, 6], ids[1, 8] = 3, 3
     inputs = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
         "pixel_values": noise(seed, 2, 3, 16, 16),
-    }  # fmt: skip
+    }
     return CLIPModel(config), inputs
 
 
@@ -64,9 +84,10 @@ def whisper(seed: int) -> tuple[nn.Module, dict[str, Any]]:
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     inputs = {
-        "input_features": noise(seed, 2, 16, 40), "decoder_input_ids": tokens(7, seed),
+        "input_features": noise(seed, 2, 16, 40),
+        "decoder_input_ids": tokens(7, seed),
         "use_cache": False,
-    }  # fmt: skip
+    }
     return WhisperForConditionalGeneration(config), inputs
 
 

@@ -162,10 +162,14 @@ def _fuse(module: nn.Module, names: Sequence[str], parts: Sequence[nn.Linear]) -
         whole.weight.copy_(torch.cat([one.weight for one in parts]))
         if biased:
             zeros = [torch.zeros_like(one.weight[:, 0]) for one in parts]
-            whole.bias.copy_(torch.cat([
-                zero if one.bias is None else one.bias
-                for one, zero in zip(parts, zeros, strict=True)
-            ]))  # fmt: skip
+            whole.bias.copy_(
+                torch.cat(
+                    [
+                        zero if one.bias is None else one.bias
+                        for one, zero in zip(parts, zeros, strict=True)
+                    ]
+                )
+            )
     together = _Together(whole, sizes, parts)
     for at, name in enumerate(names):
         del children_of(module)[name]

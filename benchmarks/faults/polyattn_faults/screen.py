@@ -61,8 +61,9 @@ def _print_clean(dtype: str, rows: Sequence[Mapping[str, Any]]) -> None:
         shown.add_column(name, justify="left" if name == "port" else "right")
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own = [row for row in rows if row["kind"] == kind]
-        counts = [sum(row["outcome"] == name for row in own)
-                  for name in ("same", "cannot say", "flagged")]  # fmt: skip
+        counts = [
+            sum(row["outcome"] == name for row in own) for name in ("same", "cannot say", "flagged")
+        ]
         share = sum(row["compared"] for row in own) / sum(row["modules"] for row in own)
         numbers = [str(one) if one else "" for one in (len(own), *counts)]
         shown.add_row(kind, *numbers, f"{share:.0%}")

@@ -47,9 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     overhead.add_argument("--no-peers", action="store_true", help="leave other libraries out")
     overhead.add_argument("--json", action="store_true", help="print the record, not the table")
     overhead.add_argument(
-        "--out", metavar="FILE", nargs="?", const="",
+        "--out",
+        metavar="FILE",
+        nargs="?",
+        const="",
         help="write the record; without FILE to benchmarks/results/<machine>/overhead.json",
-    )  # fmt: skip
+    )
     overhead.add_argument("--plot", metavar="FILE.png", help="draw the table (needs matplotlib)")
     _add_cpu(kinds)
     growth = kinds.add_parser(
@@ -81,9 +84,12 @@ def _add_cpu(kinds: Any) -> None:
     cpu.add_argument("--repeats", type=int, help="repeats that are kept (7; quick: 3)")
     cpu.add_argument("--json", action="store_true", help="print the record, not the table")
     cpu.add_argument(
-        "--record", metavar="FILE", nargs="?", const="",
+        "--record",
+        metavar="FILE",
+        nargs="?",
+        const="",
         help="write the record; without FILE to benchmarks/results/<machine>/cpu.json",
-    )  # fmt: skip
+    )
     cpu.add_argument("--plot", metavar="FILE.png", help="draw the ratios (needs matplotlib)")
 
 
@@ -131,9 +137,12 @@ def _cpu(options: argparse.Namespace) -> int:
     from polyattn.bench.report import say
 
     asked = run.Options(
-        repeats=repeats, block_s=0.01 if options.quick else 0.04, peers=options.peers,
-        quick=options.quick, only=options.only,
-    )  # fmt: skip
+        repeats=repeats,
+        block_s=0.01 if options.quick else 0.04,
+        peers=options.peers,
+        quick=options.quick,
+        only=options.only,
+    )
     run.require(asked.backend)
     progress = (lambda line: None) if options.json else (lambda line: say(line, error=True))
     record = run.measure(asked, progress)

@@ -53,9 +53,14 @@ def draw_ratios(record: Mapping[str, Any], path: Path) -> Path:
     left = 0.5 * min(1.0, *(ratio["min"] for ratio in ratios))
     figure, axes = pyplot.subplots(figsize=(9, 0.36 * len(rows) + 1.6))
     axes.barh(
-        range(len(rows)), [median - left for median in medians], left=left, xerr=spread,
-        color="#2a6f97", ecolor="#333333", capsize=2,
-    )  # fmt: skip
+        range(len(rows)),
+        [median - left for median in medians],
+        left=left,
+        xerr=spread,
+        color="#2a6f97",
+        ecolor="#333333",
+        capsize=2,
+    )
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -82,16 +87,23 @@ def draw_named(record: Mapping[str, Any], path: Path) -> Path:
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     shares: dict[str, list[float]] = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        of = [[r["outcome"] == "exact" for r in rows if (r["kind"], r["dtype"]) == (kind, dtype)]
-              for dtype in dtypes]  # fmt: skip
+        of = [
+            [r["outcome"] == "exact" for r in rows if (r["kind"], r["dtype"]) == (kind, dtype)]
+            for dtype in dtypes
+        ]
         shares[kind] = [sum(one) / len(one) if one else 0.0 for one in of]
     kinds = sorted(shares, key=lambda kind: shares[kind], reverse=True)
     figure, axes = pyplot.subplots(figsize=(9, 0.32 * len(kinds) + 1.6))
     height = 0.8 / len(dtypes)
     for at, dtype in enumerate(dtypes):
         places = [place + (at - (len(dtypes) - 1) / 2) * height for place in range(len(kinds))]
-        axes.barh(places, [shares[kind][at] for kind in kinds], height, label=dtype,
-                  color=("#2a6f97", "#adb5bd")[at % 2])  # fmt: skip
+        axes.barh(
+            places,
+            [shares[kind][at] for kind in kinds],
+            height,
+            label=dtype,
+            color=("#2a6f97", "#adb5bd")[at % 2],
+        )
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the seeded bugs whose culprit is named exactly")

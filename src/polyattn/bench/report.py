@@ -38,10 +38,14 @@ def print_overhead(record: Mapping[str, Any]) -> None:
         extra, goal = row["extra_us"], row["goal_us"]
         met = "" if goal is None else "yes" if row["met"] else "no"
         table.add_row(
-            row["name"], f"{extra['median']:.2f}", f"{extra['q1']:.2f}..{extra['q3']:.2f}",
-            f"{extra['min']:.2f}..{extra['max']:.2f}", "" if goal is None else f"{goal:.1f}", met,
+            row["name"],
+            f"{extra['median']:.2f}",
+            f"{extra['q1']:.2f}..{extra['q3']:.2f}",
+            f"{extra['min']:.2f}..{extra['max']:.2f}",
+            "" if goal is None else f"{goal:.1f}",
+            met,
             f"{row['over']} ({row['over_us']:.2f})",
-        )  # fmt: skip
+        )
     console().print(table)
     for line in _footer(record):
         say(line)
@@ -86,9 +90,12 @@ def print_comparison(comparison: Mapping[str, Any], a: str, b: str) -> None:
         table.add_column(name, justify="left" if name in ("call", "") else "right")
     for row in comparison["rows"]:
         table.add_row(
-            row["name"], f"{row['a']:.3g}", f"{row['b']:.3g}", f"{row['change']:+.3g}",
+            row["name"],
+            f"{row['a']:.3g}",
+            f"{row['b']:.3g}",
+            f"{row['change']:+.3g}",
             row["verdict"],
-        )  # fmt: skip
+        )
     console().print(table)
     for note in comparison["notes"]:
         say(f"note: {note}")

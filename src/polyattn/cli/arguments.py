@@ -13,9 +13,12 @@ __all__ = ["integers", "number", "parser", "split_program"]
 def parser(command: str, summary: str, **options: Any) -> argparse.ArgumentParser:
     """Make the parser of one command."""
     made = argparse.ArgumentParser(
-        prog=f"polyattn {command}", description=summary, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, **options,
-    )  # fmt: skip
+        prog=f"polyattn {command}",
+        description=summary,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
     made.add_argument(
         "--json",
         nargs="?",

@@ -175,9 +175,11 @@ def _backends() -> list[dict[str, Any]]:
 def _backend(backend: Backend) -> dict[str, Any]:
     probe = registry.probe(backend)
     row: dict[str, Any] = {
-        "name": backend.name, "framework": backend.framework,
-        "available": isinstance(probe, Available), "summary": backend.summary,
-    }  # fmt: skip
+        "name": backend.name,
+        "framework": backend.framework,
+        "available": isinstance(probe, Available),
+        "summary": backend.summary,
+    }
     if isinstance(probe, Available):
         devices = sorted(probe.devices or ())
         return row | {"version": probe.version, "detail": probe.detail, "devices": devices}
@@ -223,10 +225,14 @@ def _tuning(amiss: list[str]) -> dict[str, Any]:
         mine = device_description("cpu"), library_versions()
         here = sum((key.device, key.versions) == mine for key, _ in rows)
     return {
-        "path": str(known.path), "exists": known.path.exists(), "writable": writable,
-        "persistent": persistent, "rows": len(rows), "rows_of_this_cpu_and_torch": here,
+        "path": str(known.path),
+        "exists": known.path.exists(),
+        "writable": writable,
+        "persistent": persistent,
+        "rows": len(rows),
+        "rows_of_this_cpu_and_torch": here,
         "notices": notices,
-    }  # fmt: skip
+    }
 
 
 def _writable(directory: Path) -> bool:

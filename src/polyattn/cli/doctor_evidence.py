@@ -25,13 +25,17 @@ def evidence_report() -> dict[str, Any]:
         "calibration": settings.current().calibration,
         "figures": [
             {
-                "dtype": dtype, "kind": kind, "low": round(one.low, 3),
-                "median": round(one.median, 3), "high": round(one.high, 3), "source": one.source,
+                "dtype": dtype,
+                "kind": kind,
+                "low": round(one.low, 3),
+                "median": round(one.median, 3),
+                "high": round(one.high, 3),
+                "source": one.source,
                 "chosen": "native_cpu" if one.prefers_native else "torch's own kernel",
             }
             for (dtype, kind), one in known.figures.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def evidence_rows(report: dict[str, Any] | None) -> list[tuple[str, str]]:

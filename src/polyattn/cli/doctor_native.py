@@ -31,9 +31,11 @@ def native_report(amiss: list[str]) -> dict[str, Any]:
     found = module.status()
     if isinstance(found, Missing):
         return {
-            "built": False, "reason": found.reason, "compiler_here": _compiler_here(),
+            "built": False,
+            "reason": found.reason,
+            "compiler_here": _compiler_here(),
             "how_to_get_it": found.how_to_get_it,
-        }  # fmt: skip
+        }
     info, here = module.build_info(), module.isas()
     report: dict[str, Any] = {
         "built": True, "version": info.version, "compiler": info.compiler,

@@ -139,9 +139,7 @@ def _plain(answer: Answer, problem: Problem) -> dict[str, Any]:
     if isinstance(answer, Selection):
         return answer.to_dict()
     decisions = {name: d.to_dict() for name, d in answer.decisions.items()}
-    return {
-        "backend": None, "error": str(answer), "problem": str(problem), "decisions": decisions,
-    }  # fmt: skip
+    return {"backend": None, "error": str(answer), "problem": str(problem), "decisions": decisions}
 
 
 def _print(problem: Problem, answer: Answer) -> None:

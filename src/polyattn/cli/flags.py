@@ -8,14 +8,7 @@ from typing import Any
 
 from polyattn import knobs
 from polyattn.cli.arguments import parser
-from polyattn.cli.flags_table import (
-    FRAMEWORKS,
-    details,
-    find,
-    flags_of,
-    installed,
-    knob_table,
-)  # fmt: skip
+from polyattn.cli.flags_table import FRAMEWORKS, details, find, flags_of, installed, knob_table
 from polyattn.cli.printing import console, emit_json, note, table
 from polyattn.errors import FlagsError, PolyattnError, near_matches
 from polyattn.knobs import Row
@@ -240,5 +233,8 @@ def _preset(argv: Sequence[str]) -> int:
 
 
 _ACTIONS: dict[str, Callable[[Sequence[str]], int]] = {
-    "show": _show, "snapshot": _snapshot, "diff": _diff, "preset": _preset,
-}  # fmt: skip
+    "show": _show,
+    "snapshot": _snapshot,
+    "diff": _diff,
+    "preset": _preset,
+}

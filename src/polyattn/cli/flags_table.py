@@ -23,9 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 FRAMEWORKS = ("torch", "jax")
-_PREFIXES = {
-    "torch": ("torch.backends.", "backends.", "torch."), "jax": ("jax.config.", "jax."),
-}  # fmt: skip
+_PREFIXES = {"torch": ("torch.backends.", "backends.", "torch."), "jax": ("jax.config.", "jax.")}
 _VALUE_WIDTH = 24
 _COMMON = 3  # rows from which on a reason is a note of the whole table
 

@@ -41,10 +41,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = ""
     made = Table(title=title or None, title_justify="left", show_edge=False, pad_edge=False)
     for column in columns:
         made.add_column(
-            column.rstrip(">*"), justify="right" if column.endswith(">") else "left",
-            ratio=1 if column.endswith("*") else None, overflow="fold",
+            column.rstrip(">*"),
+            justify="right" if column.endswith(">") else "left",
+            ratio=1 if column.endswith("*") else None,
+            overflow="fold",
             no_wrap=not column.endswith("*"),
-        )  # fmt: skip
+        )
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     made.expand = any(column.endswith("*") for column in columns)

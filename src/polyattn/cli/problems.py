@@ -49,9 +49,7 @@ class _Dims:
 
 def _blocks(d: _Dims) -> Mask:
     rows, columns = -(-d.t // _BLOCK), -(-d.s // _BLOCK)
-    return BlockMap(
-        _BLOCK, _BLOCK, _Sizes((d.b, d.n, rows, columns)), _Sizes((d.b, d.n, rows))
-    )  # fmt: skip
+    return BlockMap(_BLOCK, _BLOCK, _Sizes((d.b, d.n, rows, columns)), _Sizes((d.b, d.n, rows)))
 
 
 MASKS: dict[str, Any] = {

@@ -52,12 +52,25 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_request(made: argparse.ArgumentParser) -> None:
     """Add the options that ask for backends."""
-    made.add_argument("--backend", action="append", default=[], metavar="NAME",
-                      help="ask for this backend; repeat for an ordered list")  # fmt: skip
-    made.add_argument("--never", action="append", default=[], metavar="NAME",
-                      help="a backend that may not run; may be repeated")  # fmt: skip
-    made.add_argument("--on-unsupported", choices=("error", "fallback"),
-                      help="what a request that cannot be met does (default: error)")  # fmt: skip
+    made.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="ask for this backend; repeat for an ordered list",
+    )
+    made.add_argument(
+        "--never",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a backend that may not run; may be repeated",
+    )
+    made.add_argument(
+        "--on-unsupported",
+        choices=("error", "fallback"),
+        help="what a request that cannot be met does (default: error)",
+    )
 
 
 def record_program(program: Sequence[str], options: argparse.Namespace) -> tuple[int, Recorder]:

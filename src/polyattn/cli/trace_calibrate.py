@@ -66,9 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("reference", metavar="REFERENCE")
     made.add_argument("reruns", nargs="*", metavar="RERUN")
     made.add_argument("--out", required=True, metavar="FLOOR.json", help="the file to write")
-    made.add_argument("--runs", metavar="N", type=int, default=3,
-                      help="how often to run the program after --, each time with other "
-                           "perturbed weights (3)")  # fmt: skip
+    made.add_argument(
+        "--runs",
+        metavar="N",
+        type=int,
+        default=3,
+        help="how often to run the program after --, each time with other perturbed weights (3)",
+    )
     return made
 
 
@@ -121,8 +125,10 @@ def _calibrate(reference: Trace, found: Sequence[Trace], options: argparse.Names
     written = save(floor, options.out)
     rows = list(_noise(reference, floor))
     if options.json:
-        emit_json({"floor": str(written), "runs": floor.runs, "notes": list(floor.notes),
-                   "noise": rows}, options.json)  # fmt: skip
+        emit_json(
+            {"floor": str(written), "runs": floor.runs, "notes": list(floor.notes), "noise": rows},
+            options.json,
+        )
     else:
         _print(rows, floor, written)
     for said in _notes(reference, found, floor):
@@ -166,9 +172,10 @@ def _unsuitable(reference: Trace, rerun: Trace) -> str:
         if error > (passed_on if floating(one.dtype) else 0.0):
             return f"{_named(one)} is not as in the reference; expected the same inputs"
     errors = [
-        found.error for one, other in pairs
+        found.error
+        for one, other in pairs
         if floating(one.dtype) and (found := distance(one, other)).comparable
-    ]  # fmt: skip
+    ]
     same = bool(reference.header.weights) and reference.header.weights == rerun.header.weights
     return _implausible(errors, coarsest, same)
 
@@ -231,20 +238,30 @@ def _noise(reference: Trace, floor: Floor) -> Iterator[dict[str, Any]]:
     for (dtype, depth), errors in sorted(groups.items()):
         module, phase, tensor = max(errors, key=lambda at: errors[at])
         yield {
-            "dtype": dtype, "depth": depth, "tensors": len(errors),
-            "median": median(errors.values()), "largest": max(errors.values()),
-            "module": module, "phase": phase, "tensor": tensor,
-        }  # fmt: skip
+            "dtype": dtype,
+            "depth": depth,
+            "tensors": len(errors),
+            "median": median(errors.values()),
+            "largest": max(errors.values()),
+            "module": module,
+            "phase": phase,
+            "tensor": tensor,
+        }
 
 
 def _print(rows: Sequence[dict[str, Any]], floor: Floor, written: Path) -> None:
     out = console()
     cells = [
-        (row["dtype"], str(row["depth"]), str(row["tensors"]), f"{row['median']:.1e}",
-         f"{row['largest']:.1e}",
-         f"{row['tensor']} ({row['phase']}) of {row['module'] or 'the model'}")
+        (
+            row["dtype"],
+            str(row["depth"]),
+            str(row["tensors"]),
+            f"{row['median']:.1e}",
+            f"{row['largest']:.1e}",
+            f"{row['tensor']} ({row['phase']}) of {row['module'] or 'the model'}",
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     columns = ("dtype", "depth>", "tensors>", "median>", "largest>", "the largest is*")
     out.print(f"relative noise of {floor.runs} reruns, by dtype and depth of modules:")
     print_table(out, columns, cells, [""] * len(cells))

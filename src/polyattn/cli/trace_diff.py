@@ -25,9 +25,13 @@ def main(argv: Sequence[str]) -> int:
     from polyattn.trace.compare import compare
 
     verdict = compare(
-        options.a, options.b, rules=rules, floor=options.floor, tolerance=tolerance,
+        options.a,
+        options.b,
+        rules=rules,
+        floor=options.floor,
+        tolerance=tolerance,
         reruns=_reruns(options),
-    )  # fmt: skip
+    )
     report(verdict, options, options.a, options.b)
     return verdict.exit_code
 
@@ -36,14 +40,20 @@ def _parser() -> argparse.ArgumentParser:
     made = parser("trace diff", SUMMARY)
     made.add_argument("a", metavar="A", help="the reference's trace")
     made.add_argument("b", metavar="B", help="the port's trace")
-    made.add_argument("--floor", metavar="FILE",
-                      help="of `polyattn trace calibrate`: errors that mean nothing")  # fmt: skip
+    made.add_argument(
+        "--floor", metavar="FILE", help="of `polyattn trace calibrate`: errors that mean nothing"
+    )
     for side in "ab":
-        made.add_argument(f"--reruns-of-{side}", action="extend", nargs="+", default=[],
-                          metavar="FILE",
-                          help=f"traces of {side.upper()}'s program run again unchanged: whether "
-                               "it repeats itself, and no error below what it does not "
-                               "counts; after A and B")  # fmt: skip
+        made.add_argument(
+            f"--reruns-of-{side}",
+            action="extend",
+            nargs="+",
+            default=[],
+            metavar="FILE",
+            help=f"traces of {side.upper()}'s program run again unchanged: whether "
+            "it repeats itself, and no error below what it does not "
+            "counts; after A and B",
+        )
     add_options(made)
     return made
 
@@ -52,8 +62,9 @@ def _reruns(options: argparse.Namespace) -> dict[str, list[str]] | None:
     """The runs of each side again; one that is the side itself would agree with it always."""
     found: dict[str, list[str]] = {}
     for side, given, own in (
-        ("a", options.reruns_of_a, options.a), ("b", options.reruns_of_b, options.b),
-    ):  # fmt: skip
+        ("a", options.reruns_of_a, options.a),
+        ("b", options.reruns_of_b, options.b),
+    ):
         seen = {str(Path(own).resolve())}
         for path in given:
             if str(Path(path).resolve()) in seen:

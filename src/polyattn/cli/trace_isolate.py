@@ -95,23 +95,35 @@ def _name_files_of(ranks: Ranks, options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     made = parser(
-        "trace isolate", SUMMARY,
+        "trace isolate",
+        SUMMARY,
         usage="polyattn trace isolate --reference REFERENCE [options] SCRIPT [ARGS] | "
-              "-m MODULE [ARGS]",
-    )  # fmt: skip
-    made.add_argument("--reference", required=True, metavar="FILE",
-                      help="the original's trace, with whole tensors")  # fmt: skip
-    made.add_argument("--port", metavar="FILE",
-                      help="the port's ordinary trace, where there is one already")  # fmt: skip
+        "-m MODULE [ARGS]",
+    )
+    made.add_argument(
+        "--reference",
+        required=True,
+        metavar="FILE",
+        help="the original's trace, with whole tensors",
+    )
+    made.add_argument(
+        "--port", metavar="FILE", help="the port's ordinary trace, where there is one already"
+    )
     made.add_argument("--out", metavar="FILE", help="where to keep the isolated trace")
-    made.add_argument("--layers", metavar="REGEX",
-                      help="the port's modules to feed; all by default")  # fmt: skip
-    made.add_argument("--upcast", choices=("float32", "float64"),
-                      help="run the port's modules in this dtype: what then agrees was "
-                           "rounding of their own")  # fmt: skip
-    made.add_argument("--no-noise", dest="noise", action="store_false",
-                      help="run no more often where something differs: one spacing of the dtype "
-                           "decides")  # fmt: skip
+    made.add_argument(
+        "--layers", metavar="REGEX", help="the port's modules to feed; all by default"
+    )
+    made.add_argument(
+        "--upcast",
+        choices=("float32", "float64"),
+        help="run the port's modules in this dtype: what then agrees was rounding of their own",
+    )
+    made.add_argument(
+        "--no-noise",
+        dest="noise",
+        action="store_false",
+        help="run no more often where something differs: one spacing of the dtype decides",
+    )
     made.add_argument("--moved", type=int, metavar="SEED", help=argparse.SUPPRESS)
     add_options(made)
     return made
@@ -131,9 +143,13 @@ def _recorded(program: Sequence[str], path: Path, ranks: Ranks) -> Path:
     note("polyattn trace isolate: first run, as it is")
     command = [sys.executable, "-m", "polyattn", "trace", "record", "--out", str(path), "--"]
     done = subprocess.run(
-        [*command, *program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        check=False, env=ranks.first_run(),
-    )  # fmt: skip
+        [*command, *program],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=ranks.first_run(),
+    )
     found = ranks.file(path)
     if not found.is_file() and (others := sorted(path.parent.glob(f"{path.stem}.rank*.jsonl"))):
         raise TraceError(

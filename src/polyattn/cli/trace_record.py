@@ -49,13 +49,17 @@ def main(argv: Sequence[str]) -> int:
     whole = kept([one.path for _, one in summaries]) if options.tensors else None
     perturbation = chosen["perturb"]
     if options.json:
-        emit_json({
-            "exit_code": code, "traces": [{"model": m, **one.to_dict()} for m, one in summaries],
-            "left_out": [one._asdict() for one in found.left_out],
-            "tensors": None if whole is None else whole.to_dict(),
-            "perturbed": None if perturbation is None else perturbation.to_dict(),
-            "problems": problems,
-        }, options.json)  # fmt: skip
+        emit_json(
+            {
+                "exit_code": code,
+                "traces": [{"model": m, **one.to_dict()} for m, one in summaries],
+                "left_out": [one._asdict() for one in found.left_out],
+                "tensors": None if whole is None else whole.to_dict(),
+                "perturbed": None if perturbation is None else perturbation.to_dict(),
+                "problems": problems,
+            },
+            options.json,
+        )
     said = [*_said(summaries, found.left_out, path, not problems)]
     said += [str(one) for one in (whole, perturbation) if one is not None and summaries]
     for line in [*problems, *said]:
@@ -65,27 +69,44 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = parser(
-        "trace record", SUMMARY,
+        "trace record",
+        SUMMARY,
         usage="polyattn trace record [options] SCRIPT [ARGS] | -m MODULE [ARGS]",
-    )  # fmt: skip
-    made.add_argument("--out", metavar="FILE", default="polyattn-trace.jsonl",
-                      help="where to (polyattn-trace.jsonl); <pid> is this process")  # fmt: skip
+    )
+    made.add_argument(
+        "--out",
+        metavar="FILE",
+        default="polyattn-trace.jsonl",
+        help="where to (polyattn-trace.jsonl); <pid> is this process",
+    )
     made.add_argument("--overwrite", action="store_true", help="replace the file of another run")
-    made.add_argument("--layers", metavar="REGEX",
-                      help="modules whose name has this in it; all by default")  # fmt: skip
-    made.add_argument("--stats", metavar="A,B",
-                      help="statistics to keep, as abs_mean,max; all by default, and `diff` needs "
-                           "sketch and l2")  # fmt: skip
-    made.add_argument("--steps", metavar="0,5|0-3",
-                      help="steps to record, of programs that use trace_step")  # fmt: skip
-    made.add_argument("--tensors", action="append", default=[], metavar="REGEX",
-                      help="modules whose tensors are kept whole, beside FILE: all whose name has "
-                           "this in it, '' is every one; may be repeated")  # fmt: skip
+    made.add_argument(
+        "--layers", metavar="REGEX", help="modules whose name has this in it; all by default"
+    )
+    made.add_argument(
+        "--stats",
+        metavar="A,B",
+        help="statistics to keep, as abs_mean,max; all by default, and `diff` needs sketch and l2",
+    )
+    made.add_argument(
+        "--steps", metavar="0,5|0-3", help="steps to record, of programs that use trace_step"
+    )
+    made.add_argument(
+        "--tensors",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="modules whose tensors are kept whole, beside FILE: all whose name has "
+        "this in it, '' is every one; may be repeated",
+    )
     made.add_argument("--gradients", action="store_true", help="record gradients too")
     made.add_argument("--parameters", action="store_true", help="record each module's weights too")
-    made.add_argument("--perturb", metavar="SEED",
-                      help="multiply every weight by 1 + eps * u, u random in -1..1 and eps the "
-                           "spacing of its dtype: a rerun for `calibrate`")  # fmt: skip
+    made.add_argument(
+        "--perturb",
+        metavar="SEED",
+        help="multiply every weight by 1 + eps * u, u random in -1..1 and eps the "
+        "spacing of its dtype: a rerun for `calibrate`",
+    )
     return made
 
 

@@ -89,9 +89,8 @@ def _record(program: Sequence[str], options: Sequence[str], seed: int, folder: P
     ]  # fmt: skip
     with errors.open("wb") as stderr:
         code = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
-            check=False,
-        ).returncode  # fmt: skip
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, check=False
+        ).returncode
     if code or not said.exists():
         last = errors.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
         raise TraceError(

@@ -32,15 +32,20 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("file", metavar="FILE")
     made.add_argument("--module", metavar="REGEX", help="records of modules with this in the name")
     made.add_argument("--step", metavar="N", type=_step, help="records of this step, or of none")
-    made.add_argument("--limit", metavar="N", type=_count,
-                      help=f"how many records; 0: all ({_LIMIT}, with --json all)")  # fmt: skip
+    made.add_argument(
+        "--limit",
+        metavar="N",
+        type=_count,
+        help=f"how many records; 0: all ({_LIMIT}, with --json all)",
+    )
     options = made.parse_args(separate(argv))
     wanted = _pattern(options.module)
     trace = read(options.file)
     found = [
-        record for record in trace.records
+        record
+        for record in trace.records
         if wanted.search(record.module) and (options.step is None or _in(record, options.step))
-    ]  # fmt: skip
+    ]
     limit = options.limit if options.limit is not None else 0 if options.json else _LIMIT
     shown = found[:limit] if limit else found
     if options.json:
@@ -92,8 +97,10 @@ def _plain(trace: Trace, found: Sequence[Record], shown: Sequence[Record]) -> di
 
 def _print(trace: Trace, found: Sequence[Record], shown: Sequence[Record]) -> None:
     out = console()
-    rows = [(name, Text(printable(said)) if isinstance(said, str) else said)
-            for name, said in _facts(trace)]  # fmt: skip
+    rows = [
+        (name, Text(printable(said)) if isinstance(said, str) else said)
+        for name, said in _facts(trace)
+    ]
     out.print(table(("", "*"), rows))
     out.print()
     columns = (
@@ -129,9 +136,8 @@ def _facts(trace: Trace) -> Iterator[tuple[str, str | Text]]:
         "flags": ", ".join(f"of {name}" for name in head.flags if name in ("torch", "jax")),
     }  # fmt: skip
     yield from ((name, said) for name, said in rest.items() if said)
-    yield "records", " ".join(filter(None, (
-        str(len(trace.records)), some_steps(record.step for record in trace.records),
-    )))  # fmt: skip
+    steps = some_steps(record.step for record in trace.records)
+    yield "records", f"{len(trace.records)} {steps}".rstrip()
     if not trace.ended:
         yield "ended", Text("no: the process was killed, or still runs", style="bold yellow")
     else:
@@ -139,12 +145,8 @@ def _facts(trace: Trace) -> Iterator[tuple[str, str | Text]]:
     for name, attributes in (("NaN", ("nan",)), ("infinite", ("pinf", "ninf"))):
         bad = [r for r in trace.records if any(getattr(r, one) for one in attributes)]
         if bad:
-            yield (
-                name,
-                Text(
-                    f"in {len(bad)} records, first in {printable(_place(bad[0]))}", style="bold red"
-                ),
-            )
+            said = f"in {len(bad)} records, first in {printable(_place(bad[0]))}"
+            yield name, Text(said, style="bold red")
     for said in trace.notes:
         yield "note", said
 

@@ -30,9 +30,11 @@ class Summary:
 
     def __str__(self) -> str:
         counts = [
-            _counted(self.records, "record"), f"of {_counted(self.calls, 'call')}",
-            f"of {_counted(self.modules, 'module')}", some_steps(self.steps),
-        ]  # fmt: skip
+            _counted(self.records, "record"),
+            f"of {_counted(self.calls, 'call')}",
+            f"of {_counted(self.modules, 'module')}",
+            some_steps(self.steps),
+        ]
         size = f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e6 else f"{self.bytes / 1e3:.1f} kB"
         end = "" if self.ended else ", without an end"
         return f"{self.path}: {' '.join(filter(None, counts))}, {size}{end}"

@@ -22,17 +22,32 @@ __all__ = ["add_options", "report", "rules_of", "tolerance_of"]
 
 def add_options(made: argparse.ArgumentParser) -> None:
     """Add which module is which, what is accepted, and how much is printed."""
-    made.add_argument("--rules", metavar="FILE.json",
-                      help="which module is which: an object of REGEX: REPLACEMENT")  # fmt: skip
-    made.add_argument("--rename", action="append", default=[], metavar="REGEX=REPLACEMENT",
-                      help=r"one such rule, as '^h\.(\d+)=blocks.\1'; may be repeated, the first "
-                           "that fits wins")  # fmt: skip
-    made.add_argument("--tolerance", action="append", default=[], metavar="X|PATTERN=X",
-                      help="a relative error to accept, everywhere or where a module's name has "
-                           "PATTERN in it; may be repeated")  # fmt: skip
-    made.add_argument("--html", metavar="FILE",
-                      help="also a page for a browser: the error's growth, layers, steps, "
-                           "calls")  # fmt: skip
+    made.add_argument(
+        "--rules",
+        metavar="FILE.json",
+        help="which module is which: an object of REGEX: REPLACEMENT",
+    )
+    made.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="REGEX=REPLACEMENT",
+        help=r"one such rule, as '^h\.(\d+)=blocks.\1'; may be repeated, the first "
+        "that fits wins",
+    )
+    made.add_argument(
+        "--tolerance",
+        action="append",
+        default=[],
+        metavar="X|PATTERN=X",
+        help="a relative error to accept, everywhere or where a module's name has "
+        "PATTERN in it; may be repeated",
+    )
+    made.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also a page for a browser: the error's growth, layers, steps, calls",
+    )
     made.add_argument("--all", action="store_true", help="every row of the table")
 
 
@@ -113,8 +128,7 @@ def _print(verdict: Verdict, every: bool, a: str, b: str) -> None:
     for line in rest.split("\n"):
         out.print(Text(printable(line)), soft_wrap=True)
     if verdict.guards["flags"].holds is False:
-        out.print(f"all flags: polyattn flags diff {a} {b}",
-                  markup=False, soft_wrap=True)  # fmt: skip
+        out.print(f"all flags: polyattn flags diff {a} {b}", markup=False, soft_wrap=True)
     if every:
         columns = (
             "module*", "in the reference*", "class", "step>", "call>", "in>", "out>", "added>",

@@ -53,8 +53,13 @@ def _parser() -> argparse.ArgumentParser:
         "--from-record", metavar="FILE", help="tune what `polyattn run --record FILE` wrote"
     )
     made.add_argument("--record", metavar="FILE", help="write the recorded problems too")
-    made.add_argument("--rounds", type=number("rounds", 5, 1000), default=5, metavar="N",
-                      help="rounds of every measurement, at least 5")  # fmt: skip
+    made.add_argument(
+        "--rounds",
+        type=number("rounds", 5, 1000),
+        default=5,
+        metavar="N",
+        help="rounds of every measurement, at least 5",
+    )
     made.add_argument(
         "--prepare-limit",
         type=number("seconds", 1),
@@ -87,8 +92,10 @@ def _show(options: argparse.Namespace) -> int:
         plain = [{**_fields(key), **_fields(one)} for key, one in rows]
         answer = {
             "rows": json.loads(json.dumps(plain).replace("Infinity", "null")),
-            "flags": flags, "differ": differ, "unknown": unknown,
-        }  # fmt: skip
+            "flags": flags,
+            "differ": differ,
+            "unknown": unknown,
+        }
         emit_json(answer, options.json)
         return 0
     words = _in_a_word(flags, differ, unknown)
@@ -96,13 +103,17 @@ def _show(options: argparse.Namespace) -> int:
 
     printed = [
         (
-            Problem.from_json(key.problem), one.backend, "" if one.config == "{}" else one.config,
-            seconds(one.median_s) if one.verified else "", "yes" if one.verified else "WRONG",
-            words.get(one.flags, "not recorded"), f"{key.device}; {key.versions}",
+            Problem.from_json(key.problem),
+            one.backend,
+            "" if one.config == "{}" else one.config,
+            seconds(one.median_s) if one.verified else "",
+            "yes" if one.verified else "WRONG",
+            words.get(one.flags, "not recorded"),
+            f"{key.device}; {key.versions}",
             one.measured_at[:19],
         )
         for key, one in rows
-    ]  # fmt: skip
+    ]
     out = console()
     out.print(table(_SHOWN, printed, f"{len(rows)} rows in {_table().path}"))
     for name in (*differ, *unknown):

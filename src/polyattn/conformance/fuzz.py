@@ -36,9 +36,14 @@ INTERRUPTED = 130
 
 
 def run(
-    problems: int, seed: int = 0, backend: str | None = None, progress: Progress | None = None,
-    time_limit: float | None = None, device: str = "cpu", compiled: bool = False,
-) -> Report:  # fmt: skip
+    problems: int,
+    seed: int = 0,
+    backend: str | None = None,
+    progress: Progress | None = None,
+    time_limit: float | None = None,
+    device: str = "cpu",
+    compiled: bool = False,
+) -> Report:
     """Draw `problems` cases from `seed` and examine the backends; Ctrl-C ends it early.
 
     `backend`: a name or a group, which is examined on every case; by default all of torch's, slow
@@ -167,9 +172,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main_case(args, console)
         with bar(args.problems, errors) as progress:
             report = run(
-                args.problems, args.seed, args.backend, progress, args.time_limit, args.device,
+                args.problems,
+                args.seed,
+                args.backend,
+                progress,
+                args.time_limit,
+                args.device,
                 args.compiled,
-            )  # fmt: skip
+            )
     except (UnknownBackend, InvalidProblem, PolyattnError) as error:
         errors.print(f"polyattn fuzz: {error}", style="red", highlight=False, markup=False)
         return 2

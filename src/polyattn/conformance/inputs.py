@@ -111,9 +111,10 @@ def build(case: Case, device: str = "cpu") -> Inputs:
         return (case.b, *middle, dim)
 
     shapes = {
-        "q": arranged(case.n, case.t, case.h), "k": arranged(case.k, case.s, case.h),
+        "q": arranged(case.n, case.t, case.h),
+        "k": arranged(case.k, case.s, case.h),
         "v": arranged(case.k, case.s, case.v),
-    }  # fmt: skip
+    }
     tensors = {
         name: place(normal(*shape), letter).requires_grad_(name in case.grad)
         for (name, shape), letter in zip(shapes.items(), case.strides, strict=True)
@@ -126,10 +127,14 @@ def build(case: Case, device: str = "cpu") -> Inputs:
     wide = torch.float64 if case.dtype == "float64" else torch.float32
     lse_shape = (case.n, case.t) if case.packed else (case.b, case.n, case.t)
     return Inputs(
-        case, **tensors, mask=_mask(case), bias=_bias(case, normal, generator), sinks=sinks,
+        case,
+        **tensors,
+        mask=_mask(case),
+        bias=_bias(case, normal, generator),
+        sinks=sinks,
         grad_out=normal(*arranged(case.n, case.t, case.v)),
         grad_lse=normal(*lse_shape, as_dtype=wide),
-    )  # fmt: skip
+    )
 
 
 def _bias(case: Case, normal: Any, generator: torch.Generator) -> Bias | None:

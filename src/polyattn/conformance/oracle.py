@@ -254,9 +254,14 @@ def _added(inputs: Inputs, array: Tensor, case: Case) -> Tensor:
 
 
 def _scales(
-    inputs: Inputs, leaves: dict[str, Tensor], w: Tensor, lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: Inputs,
+    leaves: dict[str, Tensor],
+    w: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> dict[str, Tensor]:
     """Replace each sum of the formulas by the sum of its terms' absolute values."""
     case = inputs.case
     q, k, v = q.abs(), k.abs(), v.abs()

@@ -38,9 +38,12 @@ class Failure:
     def to_dict(self) -> dict[str, str]:
         """Return a JSON-able form."""
         return {
-            "kind": self.kind, "backend": self.backend, "detail": self.detail, "case": self.spec,
+            "kind": self.kind,
+            "backend": self.backend,
+            "detail": self.detail,
+            "case": self.spec,
             "reproduce": self.reproduce,
-        }  # fmt: skip
+        }
 
 
 @dataclass

@@ -83,8 +83,11 @@ def measure(got: Tensor, truth: Yardstick) -> Excess | None:
     found = got.detach().cpu().double()
     wrong_inf = ~found.isfinite() & (found != truth.exact)
     if bool(wrong_inf.any()):
-        return Excess(name, f"{_where(wrong_inf)} is {_first(found, wrong_inf)}, expected "
-                            f"{_first(truth.exact, wrong_inf)}")  # fmt: skip
+        return Excess(
+            name,
+            f"{_where(wrong_inf)} is {_first(found, wrong_inf)}, expected "
+            f"{_first(truth.exact, wrong_inf)}",
+        )
     error = _error(found, truth, dtype)
     info = torch.finfo(dtype)
     wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps

@@ -62,9 +62,12 @@ class StoredArray:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {
-            "dtype": self.dtype, "shape": list(self.shape), "stored": list(self.stored),
-            "data": self.data, "visible": self.visible,
-        }  # fmt: skip
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "stored": list(self.stored),
+            "data": self.data,
+            "visible": self.visible,
+        }
 
     @classmethod
     def from_dict(cls, plain: Any) -> StoredArray:

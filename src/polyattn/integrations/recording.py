@@ -145,9 +145,12 @@ class Recorder:
             self._heard.clear()
         cases = self._of_class.setdefault(problem_class(selection.problem), {})
         ran = Ran(
-            selection.backend, selection.version, str(selection.source), selection.reason,
+            selection.backend,
+            selection.version,
+            str(selection.source),
+            selection.reason,
             selection.fallback,
-        )  # fmt: skip
+        )
         heard = self._heard[id(selection)] = _Heard(selection, ran, cases)
         return heard
 

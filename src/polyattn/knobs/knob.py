@@ -87,8 +87,11 @@ class Row:
 
 
 _PYTHON: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,),
-}  # fmt: skip
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+}
 
 
 def check_value(knob: Knob, value: object) -> Any:

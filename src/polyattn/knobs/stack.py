@@ -62,9 +62,11 @@ class Stack:
     def enter(self, changes: Sequence[Change], on_conflict: str) -> Entry:
         """Set every knob or, on any error or interrupt, none; the entry notes what was there."""
         entry = Entry(
-            next(self._numbers), {access.knob.name: value for access, value in changes},
-            threading.current_thread().name, _site(),
-        )  # fmt: skip
+            next(self._numbers),
+            {access.knob.name: value for access, value in changes},
+            threading.current_thread().name,
+            _site(),
+        )
         try:
             clashes = self._enter(entry, changes, on_conflict)
             if clashes and on_conflict == "warn":

@@ -78,9 +78,14 @@ def candidates(problem: Problem) -> list[Candidate]:
 
 
 def ready(
-    candidate: Candidate, inputs: Inputs, truth: Truth, *, limit_s: float, call_limit_s: float,
+    candidate: Candidate,
+    inputs: Inputs,
+    truth: Truth,
+    *,
+    limit_s: float,
+    call_limit_s: float,
     fastest_s: float = math.inf,
-) -> Candidate:  # fmt: skip
+) -> Candidate:
     """Prepare, warm up and check a candidate; its status says what came of it.
 
     `fastest_s`: a call of the fastest candidate so far; who needs :data:`HOPELESS` times that is

@@ -90,9 +90,10 @@ def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
         return (p.batch, *middle, dim)
 
     return (
-        arranged(p.heads, p.q_len, p.head_dim), arranged(p.kv_heads, p.kv_len, p.head_dim),
+        arranged(p.heads, p.q_len, p.head_dim),
+        arranged(p.kv_heads, p.kv_len, p.head_dim),
         arranged(p.kv_heads, p.kv_len, p.value_dim),
-    )  # fmt: skip
+    )
 
 
 def _out_shape(p: Problem) -> tuple[int, ...]:
@@ -104,10 +105,7 @@ def _strides(case: Case) -> tuple[tuple[int, ...] | None, ...]:
 
 
 def _tensor(
-    shape: tuple[int, ...],
-    strides: Any,
-    dtype: torch.dtype,
-    generator: torch.Generator,
+    shape: tuple[int, ...], strides: Any, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
     """Return random numbers with the recorded strides, or contiguous where those make no sense."""
     plain = torch.randn(shape, generator=generator).to(dtype)

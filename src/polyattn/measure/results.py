@@ -78,8 +78,10 @@ class CaseResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {
-            **vars(self), "problem": str(self.problem), "timed": [t.to_dict() for t in self.timed]
-        }  # fmt: skip
+            **vars(self),
+            "problem": str(self.problem),
+            "timed": [t.to_dict() for t in self.timed],
+        }
 
 
 @dataclass
@@ -105,10 +107,13 @@ class ClassResult:
         for row in rows:
             row["error"] = None if row["error"] == float("inf") else row["error"]
         return {
-            "problem_class": json.loads(self.key.problem), "device": self.key.device,
-            "versions": self.key.versions, "calls": self.calls, "rows": rows,
+            "problem_class": json.loads(self.key.problem),
+            "device": self.key.device,
+            "versions": self.key.versions,
+            "calls": self.calls,
+            "rows": rows,
             "cases": [case.to_dict() for case in self.cases],
-        }  # fmt: skip
+        }
 
 
 @dataclass
@@ -145,8 +150,11 @@ class TuningResult:
         """Return plain data; the snapshots of flags by the digest that the rows hold."""
         flags = {row.flags: one.flags for one in self.classes for row in one.rows}
         return {
-            "classes": [one.to_dict() for one in self.classes], "flags": flags,
-            "interrupted": self.interrupted, "total_classes": self.total_classes,
-            "regret": self.regret(), "worst_regret": self.worst_regret(),
+            "classes": [one.to_dict() for one in self.classes],
+            "flags": flags,
+            "interrupted": self.interrupted,
+            "total_classes": self.total_classes,
+            "regret": self.regret(),
+            "worst_regret": self.worst_regret(),
             "heuristic_regret": self.heuristic_regret(),
-        }  # fmt: skip
+        }

@@ -79,8 +79,13 @@ _CONTENDER = 1.5
 GOAL = 1.02
 
 
-def tune(cases: Iterable[Case], *, bounds: Bounds | None = None, progress: Progress | None = None,
-         result: TuningResult | None = None) -> TuningResult:  # fmt: skip
+def tune(
+    cases: Iterable[Case],
+    *,
+    bounds: Bounds | None = None,
+    progress: Progress | None = None,
+    result: TuningResult | None = None,
+) -> TuningResult:
     """Measure and store; an interrupt (Ctrl-C) ends the run, and what is done is kept.
 
     Pass `result` to see the run grow while it lasts.
@@ -156,18 +161,28 @@ def _make_ready(
     begin = time.perf_counter()
     bounds = purse.bounds
     ready(
-        candidate, inputs, truth, limit_s=bounds.prepare_s, call_limit_s=bounds.call_s,
+        candidate,
+        inputs,
+        truth,
+        limit_s=bounds.prepare_s,
+        call_limit_s=bounds.call_s,
         fastest_s=fastest_s,
-    )  # fmt: skip
+    )
     purse.pay(candidate, time.perf_counter() - begin)
 
 
 def _timed(candidate: Candidate) -> Timed:
     check = candidate.check
     return Timed(
-        candidate.backend, dict(candidate.config), candidate.status, candidate.note, check.error,
-        check.tolerance, check.verified, prepare_s=candidate.prepare_s,
-    )  # fmt: skip
+        candidate.backend,
+        dict(candidate.config),
+        candidate.status,
+        candidate.note,
+        check.error,
+        check.tolerance,
+        check.verified,
+        prepare_s=candidate.prepare_s,
+    )
 
 
 def _times(
@@ -237,13 +252,21 @@ def _row(weighted: list[tuple[int, Timed]]) -> Measurement:
     first = weighted[0][1]
     worst = max((t for _, t in weighted), key=lambda t: t.error / (t.tolerance or 1.0))
     low, median, high = (
-        mean(t.min_s for _, t in weighted), mean(t.median_s for _, t in weighted),
+        mean(t.min_s for _, t in weighted),
+        mean(t.median_s for _, t in weighted),
         mean(t.max_s for _, t in weighted),
-    )  # fmt: skip
+    )
     return Measurement(
-        first.backend, json.dumps(first.config), median, min(low, median), max(high, median),
-        min(t.repeats for _, t in weighted), worst.error, worst.tolerance, True,
-    )  # fmt: skip
+        first.backend,
+        json.dumps(first.config),
+        median,
+        min(low, median),
+        max(high, median),
+        min(t.repeats for _, t in weighted),
+        worst.error,
+        worst.tolerance,
+        True,
+    )
 
 
 def _wrong_row(wrong: Timed) -> Measurement:
@@ -251,7 +274,7 @@ def _wrong_row(wrong: Timed) -> Measurement:
     error = wrong.error if wrong.error == wrong.error else math.inf
     return Measurement(
         wrong.backend, json.dumps(wrong.config), 1.0, 1.0, 1.0, 1, error, wrong.tolerance, False
-    )  # fmt: skip
+    )
 
 
 def _judge(case: CaseResult, able: dict[str, Candidate], bounds: Bounds) -> dict[str, Times]:
@@ -270,9 +293,10 @@ def _judge(case: CaseResult, able: dict[str, Candidate], bounds: Bounds) -> dict
     medians = {t.label: t.median_s for t in case.timed if t.median_s is not None}
     fastest = min(medians.values())
     contenders = {
-        label: able[label].step for label in able
+        label: able[label].step
+        for label in able
         if medians[label] <= _CONTENDER * fastest or label in (case.chosen, case.heuristic)
-    }  # fmt: skip
+    }
     if case.chosen not in contenders:
         return {}
     times = _times(contenders, case.problem, bounds.rounds)

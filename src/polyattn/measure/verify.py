@@ -165,9 +165,16 @@ def _to_cpu(name: str, x: object) -> object:
 
 
 def _scales(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, mask: Dense | None, bias: DenseBias | None,
-    lse: Tensor, g: Tensor, payload: Tensor | None,
-) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    p: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Dense | None,
+    bias: DenseBias | None,
+    lse: Tensor,
+    g: Tensor,
+    payload: Tensor | None,
+) -> tuple[float, dict[str, Tensor]]:
     """Return the largest magnitude behind a score, and for each value the sum of its terms'."""
     groups = max(1, q.shape[1] // max(1, k.shape[1]))
     factor = abs(p.scale) if p.scale is not None else 1 / math.sqrt(p.head_dim)

@@ -16,12 +16,4 @@ from polyattn.native.program import (
     terms,
 )
 
-__all__ = [
-    "ArrayLibrary",
-    "Payload",
-    "Program",
-    "arrays_of",
-    "dense_program",
-    "encode",
-    "terms",
-]
+__all__ = ["ArrayLibrary", "Payload", "Program", "arrays_of", "dense_program", "encode", "terms"]

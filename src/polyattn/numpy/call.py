@@ -49,9 +49,19 @@ class _Call(NamedTuple):
 
 
 def attend(
-    q: Any, k: Any, v: Any, *, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
-    layout: Any, return_lse: bool, threads: Any,
-) -> Any:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any,
+    bias: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    layout: Any,
+    return_lse: bool,
+    threads: Any,
+) -> Any:
     """Compute what :func:`polyattn.numpy_attention` says, with its arguments."""
     module.load()
     problem, mask = _problem(q, k, v, mask, bias, scale, softcap, sinks, layout)
@@ -60,9 +70,16 @@ def attend(
     if dense is not None:
         dense = readable(dense) if dense.dtype.name in DTYPES else _float32(dense)
     call = _Call(
-        problem, with_dense_rows(q), with_dense_rows(k), with_dense_rows(v), mask, dense, slopes,
-        None if sinks is None else _float32(sinks), _checked_threads(threads),
-    )  # fmt: skip
+        problem,
+        with_dense_rows(q),
+        with_dense_rows(k),
+        with_dense_rows(v),
+        mask,
+        dense,
+        slopes,
+        None if sinks is None else _float32(sinks),
+        _checked_threads(threads),
+    )
     out, lse = _run(call, bool(return_lse))
     return (out, lse) if return_lse else out
 

@@ -93,9 +93,10 @@ class Capabilities:
                 raise PolyattnError(f"got {name}={value!r}, expected a set of names.")
             object.__setattr__(self, name, frozenset(value))
         if not _is_range(self.head_dims, 3) or not (
-            self.archs is None or isinstance(self.archs, (set, frozenset))
+            self.archs is None
+            or isinstance(self.archs, (set, frozenset))
             or _is_range(self.archs, 2)
-        ):  # fmt: skip
+        ):
             raise PolyattnError(
                 f"got head_dims={self.head_dims!r} and archs={self.archs!r}, expected (smallest, "
                 "largest, multiple), and (lowest, highest) or a set of names."

@@ -43,9 +43,12 @@ class Plan:
 
 
 def wishes(
-    backend: Any = None, layer: frozenset[str] | None = None, scope: str | None = None,
-    module: str | None = None, left: frozenset[str] | None = None,
-) -> Wishes:  # fmt: skip
+    backend: Any = None,
+    layer: frozenset[str] | None = None,
+    scope: str | None = None,
+    module: str | None = None,
+    left: frozenset[str] | None = None,
+) -> Wishes:
     """Gather everything that is asked for; unknown names raise UnknownBackend.
 
     `backend`: as given to the call. `layer`: what the layer supports. `scope`, `module`: what is in

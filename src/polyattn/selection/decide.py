@@ -177,9 +177,16 @@ def select(
     chosen = _automatic(problem, decisions, backends, tuned, evidence)
     fallback = f"{source} asked for {', '.join(request.names)}, which cannot run it"
     return Selection(
-        chosen.backend, chosen.source, chosen.config, decisions, overridden, chosen.reason,
-        chosen.version, fallback, problem,
-    )  # fmt: skip
+        chosen.backend,
+        chosen.source,
+        chosen.config,
+        decisions,
+        overridden,
+        chosen.reason,
+        chosen.version,
+        fallback,
+        problem,
+    )
 
 
 def _within(left: frozenset[str] | None, decisions: dict[str, Decision]) -> dict[str, Decision]:
@@ -191,9 +198,11 @@ def _within(left: frozenset[str] | None, decisions: dict[str, Decision]) -> dict
     if left is None:
         return decisions
     why = Reason(
-        "switches", "torch's own switches set", " or ".join(sorted(left)) or "none",
+        "switches",
+        "torch's own switches set",
+        " or ".join(sorted(left)) or "none",
         "leave sdpa_kernel(...), see torch.backends.cuda.enable_*_sdp, or ask for a backend",
-    )  # fmt: skip
+    )
     return {
         name: decision
         if name in left
@@ -234,9 +243,15 @@ def _automatic(
             reason = f"fastest of the measured ones, {row.seconds * 1e6:.1f} us"
             version = able[row.backend]
             return Selection(
-                row.backend, Source.TUNED, dict(row.config), decisions, {}, reason, version,
+                row.backend,
+                Source.TUNED,
+                dict(row.config),
+                decisions,
+                {},
+                reason,
+                version,
                 problem=problem,
-            )  # fmt: skip
+            )
     order, reason = preference(problem, able, evidence)
     if not order:
         raise Unsupported(_nobody(problem, decisions), decisions)

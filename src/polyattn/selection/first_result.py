@@ -58,9 +58,13 @@ class FirstResult:
     """A kernel whose results are checked until one is right; then it is as good as bare."""
 
     def __init__(
-        self, kernel: Callable[..., Any], backend: str, problem: Problem, describe: Describe,
+        self,
+        kernel: Callable[..., Any],
+        backend: str,
+        problem: Problem,
+        describe: Describe,
         note: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kernel, self.right = kernel, False
         self._about = backend, problem
         self._describe, self._note = describe, note

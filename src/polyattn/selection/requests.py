@@ -227,10 +227,7 @@ class _Leave:
 
 
 def set_backend(
-    model: Any,
-    policy: Mapping[str, object] | str | None,
-    *,
-    on_unsupported: str | None = None,
+    model: Any, policy: Mapping[str, object] | str | None, *, on_unsupported: str | None = None
 ) -> ModulePolicy:
     r"""Attach backends to modules by name pattern (source ``MODULE``).
 

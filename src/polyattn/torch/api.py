@@ -53,12 +53,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: bool,
-    **options: Unpack[Options],
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -171,10 +166,15 @@ def plan(
 
 
 def explain(
-    query: Tensor | Problem, key: Tensor | None = None, value: Tensor | None = None, *,
-    facts: Facts | None = None, backend: Backends | None = None,
-    supported_attention_backends: Any = None, **options: Any,
-) -> Selection:  # fmt: skip
+    query: Tensor | Problem,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    facts: Facts | None = None,
+    backend: Backends | None = None,
+    supported_attention_backends: Any = None,
+    **options: Any,
+) -> Selection:
     """Say which backend a call would run on, and for every other one why not; it is not run.
 
     Where the call would calibrate the machine first, so does this.

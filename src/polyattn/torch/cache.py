@@ -111,9 +111,15 @@ class Table:
         return exact or wide_of(row, key.layout, q, k, v)
 
     def add(
-        self, key: Key | None, entry: Entry, q: Tensor, k: Tensor, v: Tensor, epoch: str,
+        self,
+        key: Key | None,
+        entry: Entry,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        epoch: str,
         wide: Wide | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Remember an entry as the newest of its key, unless its `epoch` has passed.
 
         `wide`: what also serves the other sizes of its class.

@@ -143,19 +143,23 @@ def _entry(
     wanted = wishes_here(backend)
     if not asked:
         wanted = Wishes(
-            call=wanted.call,
-            env=wanted.env,
-            left=wanted.left,
-            on_unsupported=wanted.on_unsupported,
+            call=wanted.call, env=wanted.env, left=wanted.left, on_unsupported=wanted.on_unsupported
         )
     plan = plan_for(call.problem, wanted)
     return _remember(way, plan, call, key, q, k, v, epoch, _is_of_class(plan, wanted))
 
 
 def _remember(
-    way: Way, plan: Plan, call: Call, key: Key | None, q: Any, k: Any, v: Any, epoch: str,
+    way: Way,
+    plan: Plan,
+    call: Call,
+    key: Key | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    epoch: str,
     of_class: bool = False,
-) -> Entry:  # fmt: skip
+) -> Entry:
     run = way.runner(plan, call)
     entry = Entry(tensor_check(q, k, v), run, plan, getattr(run, "operator", None))
     if plan.is_final:

@@ -134,9 +134,16 @@ def _held(kind: Any, name: str, array: Tensor) -> Any:
 
 
 def _long_way(
-    key: Key | None, q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
-    scale: Any, gqa: Any,
-) -> Any:  # fmt: skip
+    key: Key | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    gqa: Any,
+) -> Any:
     arguments = q, k, v, attn_mask, dropout_p, is_causal, scale, gqa
     reason = _beyond(*arguments)
     if reason is None:
@@ -207,9 +214,16 @@ def _beyond(
 
 
 def _modelled(
-    key: Key | None, q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
-    scale: Any, gqa: Any,
-) -> Any:  # fmt: skip
+    key: Key | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    gqa: Any,
+) -> Any:
     options = _options(attn_mask, dropout_p, is_causal, scale)
     if q.dim() == 4:
         way = _SdpaWay(attn_mask, options)
@@ -311,9 +325,15 @@ def _sdpa_facts(model: Any) -> SdpaFacts:
 
 
 def trace(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
     gqa: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Trace one call; what polyattn does not model is left to torch's own operator."""
     scope = _state.scope
     scope = scopes.local.traced or (None if scope is _state else scope)
@@ -328,9 +348,15 @@ def trace(
             return stock(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
         # an operator that generated code does not look up under the name that routing replaces
         return torch.ops.aten.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            q,
+            k,
+            v,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
             enable_gqa=gqa,
-        )  # fmt: skip
+        )
     lead = q.shape[:-3]
     if q.dim() == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)

@@ -71,9 +71,20 @@ class Key(NamedTuple):
 
     @classmethod
     def of(
-        cls, q: Any, k: Any, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
-        dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
-    ) -> Key:  # fmt: skip
+        cls,
+        q: Any,
+        k: Any,
+        mask: Any,
+        bias: Any,
+        scale: Any,
+        softcap: Any,
+        sinks: Any,
+        dropout_p: Any,
+        layout: Any,
+        return_lse: Any,
+        deterministic: Any,
+        backend: Any,
+    ) -> Key:
         """Return the key of a call of ``attention``; TypeError where an option has no hash."""
         key = cls(
             layout, mask_key(mask, q, k, layout), scale, softcap, dropout_p,
@@ -98,9 +109,19 @@ class Key(NamedTuple):
 
     @classmethod
     def of_paged(
-        cls, q: Any, k: Any, block_table: Any, lengths: Any, mask: Any, scale: Any, softcap: Any,
-        sinks: Any, layout: Any, return_lse: Any, backend: Any,
-    ) -> Key:  # fmt: skip
+        cls,
+        q: Any,
+        k: Any,
+        block_table: Any,
+        lengths: Any,
+        mask: Any,
+        scale: Any,
+        softcap: Any,
+        sinks: Any,
+        layout: Any,
+        return_lse: Any,
+        backend: Any,
+    ) -> Key:
         """Return the key of a call on pages."""
         signature = None if mask is None else mask.signature
         key = cls.of(
@@ -113,9 +134,19 @@ class Key(NamedTuple):
     def is_plainest(self) -> bool:
         """Whether nothing is asked of the call, by its options or from around it."""
         return self == Key(
-            self.layout, None, None, None, 0.0, False, None, None, None, self.determined, None,
+            self.layout,
+            None,
+            None,
+            None,
+            0.0,
+            False,
+            None,
+            None,
+            None,
+            self.determined,
+            None,
             self.environ,
-        )  # fmt: skip
+        )
 
 
 STRANGE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)

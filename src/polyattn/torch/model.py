@@ -120,8 +120,10 @@ def model_of(
         return sizes, mask, None, bounds
     model = (
         *[names.input(x, place, layout) for place, x in enumerate((q, k, v))],
-        names.holder(mask), names.holder(bias), None if sinks is None else names.array(sinks),
-    )  # fmt: skip
+        names.holder(mask),
+        names.holder(bias),
+        None if sinks is None else names.array(sinks),
+    )
     if names.fall_short:
         return sizes, mask, None, bounds
     if not exact:
@@ -165,9 +167,13 @@ class _Names:
     """The names of one call's sizes, and its arguments described by them; without: by numbers."""
 
     def __init__(
-        self, b: int = 0, t: int = 0, s: int = 0, fixed: tuple[int, ...] | None = None,
+        self,
+        b: int = 0,
+        t: int = 0,
+        s: int = 0,
+        fixed: tuple[int, ...] | None = None,
         packed: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.exact = fixed is None
         self.pairs: list[tuple[int, Any]] = []
         self.fall_short = False  # a size was met that has no name and no number

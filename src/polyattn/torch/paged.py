@@ -145,9 +145,15 @@ class _PagedWay:
         problem, kernel = call.problem, plan.kernel
 
         def run(
-            q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: None, sinks: Any, table: Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            mask: Any,
+            bias: None,
+            sinks: Any,
+            table: Tensor,
             lengths: Tensor,
-        ) -> Any:  # fmt: skip
+        ) -> Any:
             if problem.device == "cpu" and problem.batch:
                 known = lengths.tolist()
                 check_lengths(min(known), max(known), problem)

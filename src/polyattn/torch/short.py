@@ -50,9 +50,20 @@ _environ, _BACKEND = settings.raw, settings.BACKEND
 
 
 def _attention(
-    q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
-    dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
-) -> Any:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    bias: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    dropout_p: Any,
+    layout: Any,
+    return_lse: Any,
+    deterministic: Any,
+    backend: Any,
+) -> Any:
     operator = run = None
     recorders = _recorders(()) if _state.armed else ()
     options = (
@@ -62,11 +73,19 @@ def _attention(
         if not _is_taken(q, k, v):
             return MISSED
         if (
-            mask is None and bias is None and scale is None and softcap is None and sinks is None
-            and deterministic is None and backend is None and return_lse is False
-            and type(dropout_p) is float and dropout_p == 0.0 and around() is None
+            mask is None
+            and bias is None
+            and scale is None
+            and softcap is None
+            and sinks is None
+            and deterministic is None
+            and backend is None
+            and return_lse is False
+            and type(dropout_p) is float
+            and dropout_p == 0.0
+            and around() is None
             and not recorders
-        ):  # fmt: skip
+        ):
             run, operator = _plainest(q, k, v, layout)
         if run is None:
             run = _found(Key.of(q, k, *options), q, k, v, recorders, mask, bias)
@@ -91,9 +110,19 @@ def _sdpa(
 
 
 def _paged(
-    q: Any, k: Any, v: Any, block_table: Any, lengths: Any, mask: Any, scale: Any, softcap: Any,
-    sinks: Any, layout: Any, return_lse: Any, backend: Any,
-) -> Any:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    lengths: Any,
+    mask: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    layout: Any,
+    return_lse: Any,
+    backend: Any,
+) -> Any:
     options = mask, scale, softcap, sinks, layout, return_lse, backend
     try:
         if not _is_taken(q, k, v):

@@ -35,15 +35,7 @@ from polyattn.torch.kit.masking import bind_mask
 from polyattn.torch.lengths import limits_of, with_numbers
 from polyattn.torch.model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
 
-__all__ = [
-    "as_text",
-    "attention",
-    "from_text",
-    "note",
-    "noted",
-    "refuse",
-    "through_compiler",
-]
+__all__ = ["as_text", "attention", "from_text", "note", "noted", "refuse", "through_compiler"]
 
 
 _plans: dict[int, Plan] = {}
@@ -53,9 +45,20 @@ _state, _local = scopes.state, scopes.local
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any,
-    dropout_p: Any, layout: Any, return_lse: Any, deterministic: Any, backend: Any,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    bias: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    dropout_p: Any,
+    layout: Any,
+    return_lse: Any,
+    deterministic: Any,
+    backend: Any,
+) -> Any:
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
     scale = None if scale is None else as_text(scale)
     softcap = None if softcap is None else as_text(softcap)
@@ -69,13 +72,7 @@ def attention(
         None if scope is _state else scope, _local.traced, _local.module, _state.epoch,
     )  # fmt: skip
     name, simple = "", None
-    if (
-        mask is None and bias is None and sinks is None and (layout == "BTNH" or layout == "BNTH")
-        and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-        and not (q.is_nested or k.is_nested or v.is_nested)
-        and f"{q.layout}{k.layout}{v.layout}" == "torch.stridedtorch.stridedtorch.strided"
-        and q.dim() == 4 and k.dim() == 4 and v.dim() == 4
-    ):  # fmt: skip
+    if mask is None and bias is None and sinks is None and _is_plain(q, k, v, layout):
         sizes, found, bounds = plain_model_of(q, k, v, layout == "BNTH", asked, _limits_of_plain)
         name = "" if found is None else _resolve_plain(found, bounds, asked)
     if name == "":
@@ -93,6 +90,21 @@ def attention(
     if name.startswith("operator"):
         return getattr(_state, name)(q, k, v)[0]
     return getattr(_state, name)(q, k, v, simple, bias, sinks)
+
+
+def _is_plain(q: Any, k: Any, v: Any, layout: Any) -> bool:
+    """Whether these are ordinary tensors of four dimensions, in a layout of such."""
+    return (
+        (layout == "BTNH" or layout == "BNTH")
+        and isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and not (q.is_nested or k.is_nested or v.is_nested)
+        and f"{q.layout}{k.layout}{v.layout}" == "torch.stridedtorch.stridedtorch.strided"
+        and q.dim() == 4
+        and k.dim() == 4
+        and v.dim() == 4
+    )
 
 
 def _resolved(

@@ -158,8 +158,9 @@ class _Check:
         """Blame no module for what differs from run to run: each model runs once more."""
         try:
             again = {
-                "a": self._recorded("reference", "-again"), "b": self._recorded("port", "-again")
-            }  # fmt: skip
+                "a": self._recorded("reference", "-again"),
+                "b": self._recorded("port", "-again"),
+            }
         except Exception as error:
             logger.warning("whether the models repeat themselves is not known: %s", error)
             return found
@@ -173,10 +174,14 @@ class _Check:
             return self._conditions.call(model)[0]
 
         found = isolate(
-            self._models["port"], self._models["reference"], run, rules=how["rules"],
-            tolerance=how["tolerance"], layers=self._layers,
+            self._models["port"],
+            self._models["reference"],
+            run,
+            rules=how["rules"],
+            tolerance=how["tolerance"],
+            layers=self._layers,
             path=self._folder / "isolated.jsonl",
-        )  # fmt: skip
+        )
         free = self._folder / "reference.jsonl"
         return replace(_noted(found, note), reference=str(free) if free.exists() else "")
 
@@ -241,9 +246,11 @@ def _failed(
         return str(kept / Path(path).name) if kept is not None and path else ""
 
     verdict = replace(
-        verdict, notes=(*notes, *verdict.notes), reference=now(verdict.reference),
+        verdict,
+        notes=(*notes, *verdict.notes),
+        reference=now(verdict.reference),
         port=now(verdict.port),
-    )  # fmt: skip
+    )
     failed = AssertionError(str(verdict))
     failed.verdict = verdict  # type: ignore[attr-defined]
     return failed

@@ -49,9 +49,13 @@ class Moments(NamedTuple):
 
     def __add__(self, other: Moments) -> Moments:  # type: ignore[override]
         return Moments(
-            self.n + other.n, self.sum + other.sum, self.sum2 + other.sum2,
-            self.sum3 + other.sum3, min(self.min, other.min), max(self.max, other.max),
-        )  # fmt: skip
+            self.n + other.n,
+            self.sum + other.sum,
+            self.sum2 + other.sum2,
+            self.sum3 + other.sum3,
+            min(self.min, other.min),
+            max(self.max, other.max),
+        )
 
 
 def fingerprint(array: ArrayLike) -> dict[str, Any]:

@@ -49,16 +49,31 @@ def problem_class(problem: Problem) -> str:
     batch, q_len, kv_len = problem.class_sizes
     return _written(
         Problem(
-            batch=batch, q_len=q_len, kv_len=kv_len, heads=problem.heads,
-            kv_heads=problem.kv_heads, head_dim=problem.head_dim, value_dim=problem.value_dim,
-            dtype=problem.dtype, device=problem.device, framework=problem.framework,
-            layout=problem.layout, mask=_mask_class(problem.mask), bias=_dims(problem.bias),
-            bias_grad=problem.bias_grad, scale=None if problem.scale is None else 1.0,
-            softcap=problem.softcap, sinks=problem.sinks, sinks_grad=problem.sinks_grad,
-            dropout_p=problem.dropout_p, grad=problem.grad, lse=problem.lse,
-            deterministic=problem.deterministic, paged=problem.paged,
+            batch=batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            heads=problem.heads,
+            kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim,
+            value_dim=problem.value_dim,
+            dtype=problem.dtype,
+            device=problem.device,
+            framework=problem.framework,
+            layout=problem.layout,
+            mask=_mask_class(problem.mask),
+            bias=_dims(problem.bias),
+            bias_grad=problem.bias_grad,
+            scale=None if problem.scale is None else 1.0,
+            softcap=problem.softcap,
+            sinks=problem.sinks,
+            sinks_grad=problem.sinks_grad,
+            dropout_p=problem.dropout_p,
+            grad=problem.grad,
+            lse=problem.lse,
+            deterministic=problem.deterministic,
+            paged=problem.paged,
         )
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -93,10 +93,7 @@ class TuningTable:
         return self._storage.writes
 
     def record(
-        self,
-        key: Key,
-        measurements: Iterable[Measurement],
-        flags: Mapping[str, Any] | None = None,
+        self, key: Key, measurements: Iterable[Measurement], flags: Mapping[str, Any] | None = None
     ) -> int:
         """Store measurements, all or none; one of the same key, backend and config is replaced.
 

@@ -215,15 +215,40 @@ def heads_of_a_weight_permuted(block):
 FAULTS = [
     Fault(one.__name__, one)
     for one in (
-        swapped_heads, heads_not_transposed, rotary_order, rotary_forgotten, rotary_shifted,
-        missing_scale, slightly_wrong_scale, mask_off_by_one, no_mask, wrong_eps, wrong_eps_later,
-        one_plus_weight, dropped_residual, dropped_second_residual, residual_of_the_norm,
-        product_without_gate, sum_for_product, wrong_activation, other_gelu, forgotten_bias,
-        clipped, half_precision, one_token, one_element, tokens_rolled, batch_swapped,
-        second_call_only, not_a_number, transposed_weight, scaled_weight, exchanged_weights,
+        swapped_heads,
+        heads_not_transposed,
+        rotary_order,
+        rotary_forgotten,
+        rotary_shifted,
+        missing_scale,
+        slightly_wrong_scale,
+        mask_off_by_one,
+        no_mask,
+        wrong_eps,
+        wrong_eps_later,
+        one_plus_weight,
+        dropped_residual,
+        dropped_second_residual,
+        residual_of_the_norm,
+        product_without_gate,
+        sum_for_product,
+        wrong_activation,
+        other_gelu,
+        forgotten_bias,
+        clipped,
+        half_precision,
+        one_token,
+        one_element,
+        tokens_rolled,
+        batch_swapped,
+        second_call_only,
+        not_a_number,
+        transposed_weight,
+        scaled_weight,
+        exchanged_weights,
         heads_of_a_weight_permuted,
     )
-]  # fmt: skip
+]
 
 
 def model_faults(model: Transformer) -> list[tuple[str, Callable[[], None], str, str]]:

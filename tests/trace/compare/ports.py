@@ -229,8 +229,11 @@ def _both(*changes: Callable[[Transformer], None]) -> Callable[[Transformer], No
 
 
 _OF_WEIGHTS = (
-    "transposed_weight", "scaled_weight", "exchanged_weights", "heads_of_a_weight_permuted",
-)  # fmt: skip
+    "transposed_weight",
+    "scaled_weight",
+    "exchanged_weights",
+    "heads_of_a_weight_permuted",
+)
 _OF_QKV = (*_OF_WEIGHTS, "one_element", "tokens_rolled", "not_a_number")
 _OF_NORM1 = ("wrong_eps", "dropped_residual")
 _OF_ACT = ("wrong_activation", "other_gelu", "forgotten_bias")

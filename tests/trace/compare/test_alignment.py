@@ -73,8 +73,10 @@ def test_split_weights_and_grouped_heads(tmp_path: Path) -> None:
         sides.append(Side(_with(made, weights), str(at)))
     found = align(*sides)
     assert {(f.part[2], f.start, f.stop, f.count) for f in found.fused} == {
-        ("q", 0, 2, 3), ("k", 4, 5, 6), ("v", 5, 6, 6),
-    }  # fmt: skip
+        ("q", 0, 2, 3),
+        ("k", 4, 5, 6),
+        ("v", 5, 6, 6),
+    }
 
 
 def _with(made: Trace, weights: dict[str, object]) -> Trace:
@@ -154,10 +156,17 @@ def test_fingerprints_that_are_none(tmp_path: Path) -> None:
     a = trace(Transformer(layers=1), tmp_path / "a.jsonl")
     good = a.header.weights["head.weight"]
     for bad in (
-        {}, {"shape": 3, "dtype": "float32"}, {**good, "sum2": -1.0}, {**good, "slices": {"0": 3}},
-        {**good, "slices": {"x": {"y": "z"}}}, {**good, "sketch": "x"}, {**good, "n": -1},
-        {**good, "slices": {"0": {"5": "AAAA"}}}, {**good, "dtype": 7}, {**good, "shape": [[1]]},
-    ):  # fmt: skip
+        {},
+        {"shape": 3, "dtype": "float32"},
+        {**good, "sum2": -1.0},
+        {**good, "slices": {"0": 3}},
+        {**good, "slices": {"x": {"y": "z"}}},
+        {**good, "sketch": "x"},
+        {**good, "n": -1},
+        {**good, "slices": {"0": {"5": "AAAA"}}},
+        {**good, "dtype": 7},
+        {**good, "shape": [[1]]},
+    ):
         weights = {**a.header.weights, "head.weight": bad, "fused.weight": bad}
         for pair in ((a, _with(a, weights)), (_with(a, weights), a)):
             verdict = compare(*pair)

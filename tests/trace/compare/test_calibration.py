@@ -92,11 +92,16 @@ def test_files_that_hold_no_floor(calibrated: tuple[Trace, Floor], tmp_path: Pat
     path = tmp_path / "floor.json"
     good = calibrated[1].to_dict()
     for bad in (
-        "", "[]", "{}", "nul", json.dumps({**good, META: {"schema": 2}}),
+        "",
+        "[]",
+        "{}",
+        "nul",
+        json.dumps({**good, META: {"schema": 2}}),
         json.dumps({**good, "errors": {"m": {"out": 1}}}),
         json.dumps({**good, "errors": {"m": {"out:x": -1}}}),
-        json.dumps({**good, "errors": [1]}), json.dumps({**good, META: {"schema": True}}),
-    ):  # fmt: skip
+        json.dumps({**good, "errors": [1]}),
+        json.dumps({**good, META: {"schema": True}}),
+    ):
         path.write_text(bad)
         with pytest.raises(TraceError, match=r"floor\.json"):
             load(path)

@@ -72,9 +72,10 @@ def _first(call: Call) -> Tensor:
 def _parts(call: Call) -> bool:
     out = call.out
     return (
-        isinstance(out, tuple | list) and len(out) > 1
+        isinstance(out, tuple | list)
+        and len(out) > 1
         and all(floats(one, 2) and one.shape == out[0].shape for one in out)
-    )  # fmt: skip
+    )
 
 
 def _turned(call: Call) -> Any:

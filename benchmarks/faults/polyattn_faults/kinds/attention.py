@@ -78,9 +78,12 @@ def _from_attention(call: Call) -> bool:
     given = call.args[0]
     turned = {call.args[1] % 4, call.args[2] % 4} == {1, 2} if len(call.args) == 3 else False
     return (
-        floats(given, 4) and given.dim() == 4 and turned and given.shape[1] > 1
+        floats(given, 4)
+        and given.dim() == 4
+        and turned
+        and given.shape[1] > 1
         and call.origin(given)[0] in ("scaled_dot_product_attention", "matmul")
-    )  # fmt: skip
+    )
 
 
 def _reshaped(call: Call) -> Any:
@@ -92,9 +95,11 @@ def _halves(call: Call) -> bool:
     """Whether it joins the halves of a rotation: (-b, a)."""
     parts = call.args[0]
     return (
-        len(parts) == 2 and all(floats(one, 3) for one in parts)
-        and parts[0].shape == parts[1].shape and call.origin(parts[0])[0] == "neg"
-    )  # fmt: skip
+        len(parts) == 2
+        and all(floats(one, 3) for one in parts)
+        and parts[0].shape == parts[1].shape
+        and call.origin(parts[0])[0] == "neg"
+    )
 
 
 def _interleaved(call: Call) -> Tensor:

@@ -25,8 +25,11 @@ def _other_gelu(call: Call) -> Tensor:
 
 
 _OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.gelu, "gelu": F.relu, "relu": F.gelu, "softplus": F.relu,
-}  # fmt: skip
+    "silu": F.gelu,
+    "gelu": F.relu,
+    "relu": F.gelu,
+    "softplus": F.relu,
+}
 
 
 def _instead(call: Call) -> Tensor:

@@ -55,9 +55,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, shift: int | None) -> tuple[Tensor,
         position = torch.arange(start, start + keys.shape[2], device=q.device)
         hidden = position > last + shift
         for row in _rows_with_keys(hidden):
-            parts = _merge(m[:, :, row], d[:, :, row], acc[:, :, row],
-                           scores[:, :, row].masked_fill(hidden[row], -math.inf),
-                           values, hidden[row])  # fmt: skip
+            parts = _merge(
+                m[:, :, row],
+                d[:, :, row],
+                acc[:, :, row],
+                scores[:, :, row].masked_fill(hidden[row], -math.inf),
+                values,
+                hidden[row],
+            )
             m[:, :, row], d[:, :, row], acc[:, :, row] = parts
     out = torch.where(d > 0, acc / torch.where(d > 0, d, 1), 0)
     return out, torch.where(d > 0, m + d.log(), -math.inf).squeeze(-1)

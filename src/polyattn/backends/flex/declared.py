@@ -34,12 +34,18 @@ def _flex() -> Backend:
         gqa=True, value_dim=True, lse=True, backward=True, deterministic=True, strided=True,
     )  # fmt: skip
     return Backend(
-        "flex", "torch", (cpu, cuda), _flex_probe, loader("flex.torch"), None, "torch",
+        "flex",
+        "torch",
+        (cpu, cuda),
+        _flex_probe,
+        loader("flex.torch"),
+        None,
+        "torch",
         "torch's FlexAttention; large problems are compiled for their class and skip masked "
         "blocks, small ones (and on CPUs lse, gradients and float64) run its unfused form, which "
         "materialises the scores",
         _flex_choices,
-    )  # fmt: skip
+    )
 
 
 def _flex_probe() -> Probe:

@@ -26,6 +26,13 @@ def _reference() -> Backend:
         isolates_compiled=True, paged=True,
     )  # fmt: skip
     return Backend(
-        "reference", "torch", anywhere, torch_probe, loader("reference.torch"), None, "torch",
-        "the definition, in float64; slow, and right", any_lengths=True,
-    )  # fmt: skip
+        "reference",
+        "torch",
+        anywhere,
+        torch_probe,
+        loader("reference.torch"),
+        None,
+        "torch",
+        "the definition, in float64; slow, and right",
+        any_lengths=True,
+    )

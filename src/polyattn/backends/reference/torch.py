@@ -50,9 +50,14 @@ def _paged_kernel(problem: Problem) -> Callable[..., Any]:
     """Gather the keys of each sequence, which is then a problem of its own."""
 
     def kernel(
-        q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        bias: Any,
+        sinks: Any,
         pages: tuple[Tensor, Tensor],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         # the rows of no sequence come first: there may be no others
         outs = [q.new_empty((0, *q.shape[1:-1], problem.value_dim))]

@@ -82,13 +82,16 @@ def _efficient() -> Backend:
         compiled=True,
     )  # fmt: skip
     return Backend(
-        "sdpa_efficient", "torch", cuda,
-        functools.partial(
-            torch_probe, cuda_only=True, needs=operator_of("sdpa_efficient")
-        ),
-        loader("sdpa.torch", "load_efficient"), _efficient_extra, "torch",
-        "torch's memory-efficient kernel (CUTLASS), CUDA only", any_lengths=True,
-    )  # fmt: skip
+        "sdpa_efficient",
+        "torch",
+        cuda,
+        functools.partial(torch_probe, cuda_only=True, needs=operator_of("sdpa_efficient")),
+        loader("sdpa.torch", "load_efficient"),
+        _efficient_extra,
+        "torch",
+        "torch's memory-efficient kernel (CUTLASS), CUDA only",
+        any_lengths=True,
+    )
 
 
 def _narrow_bias(p: Problem) -> Iterator[Reason]:
@@ -117,13 +120,16 @@ def _cudnn() -> Backend:
         strided=True, compiled=True,
     )  # fmt: skip
     return Backend(
-        "sdpa_cudnn", "torch", cuda,
-        functools.partial(
-            torch_probe, cuda_only=True, needs=operator_of("sdpa_cudnn")
-        ),
-        loader("sdpa.torch", "load_cudnn"), _cudnn_extra, "torch",
-        "cuDNN's fused attention, CUDA only", any_lengths=True,
-    )  # fmt: skip
+        "sdpa_cudnn",
+        "torch",
+        cuda,
+        functools.partial(torch_probe, cuda_only=True, needs=operator_of("sdpa_cudnn")),
+        loader("sdpa.torch", "load_cudnn"),
+        _cudnn_extra,
+        "torch",
+        "cuDNN's fused attention, CUDA only",
+        any_lengths=True,
+    )
 
 
 def _cudnn_extra(p: Problem) -> Iterator[Reason]:
@@ -144,8 +150,13 @@ def _math() -> Backend:
         deterministic_backward=True, strided=True, compiled=True,
     )  # fmt: skip
     return Backend(
-        "sdpa_math", "torch", anywhere,
+        "sdpa_math",
+        "torch",
+        anywhere,
         functools.partial(torch_probe, needs=operator_of("sdpa_math")),
-        loader("sdpa.torch", "load_math"), None, "torch",
-        "torch's unfused path: matmul, softmax, matmul; materialises the scores", any_lengths=True,
-    )  # fmt: skip
+        loader("sdpa.torch", "load_math"),
+        None,
+        "torch",
+        "torch's unfused path: matmul, softmax, matmul; materialises the scores",
+        any_lengths=True,
+    )

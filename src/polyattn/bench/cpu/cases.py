@@ -135,9 +135,13 @@ def padded_lengths(size: Size) -> list[int]:
 
 
 def _pair(
-    group: str, size: tuple[int, ...], goals: tuple[float, ...], *, gbs: float | None = None,
+    group: str,
+    size: tuple[int, ...],
+    goals: tuple[float, ...],
+    *,
+    gbs: float | None = None,
     **more: object,
-) -> list[Case]:  # fmt: skip
+) -> list[Case]:
     """Return the case in float32 and in bfloat16."""
     both = zip(("float32", "bfloat16"), goals, strict=True)
     return [

@@ -37,9 +37,11 @@ class Inputs:
             return torch.randn(shape, generator=generator).to(dtype)
 
         q, k, v, g = (
-            array(s.heads, s.q_len), array(s.kv_heads, s.kv_len), array(s.kv_heads, s.kv_len),
             array(s.heads, s.q_len),
-        )  # fmt: skip
+            array(s.kv_heads, s.kv_len),
+            array(s.kv_heads, s.kv_len),
+            array(s.heads, s.q_len),
+        )
         if case.train:
             for x in (q, k, v):
                 x.requires_grad_()
@@ -58,7 +60,9 @@ class Inputs:
         rows, columns = s.q_len // BLOCK, s.kv_len // BLOCK
         bits = torch.zeros(rows, columns, dtype=torch.bool)
         for row in range(rows):
-            bits[row, torch.randperm(columns, generator=generator)[: blocks_of_row(row, columns)]] = True  # fmt: skip  # noqa: E501
+            bits[
+                row, torch.randperm(columns, generator=generator)[: blocks_of_row(row, columns)]
+            ] = True
         return bits
 
     @functools.cached_property

@@ -66,12 +66,13 @@ def over(a: Series, b: Series) -> dict[str, float]:
 def load(quiet: Rounds) -> dict[str, Any]:
     """Return what a row says of how busy others were."""
     return {
-        "repeats": len(quiet.foreign), "dropped": quiet.dropped,
+        "repeats": len(quiet.foreign),
+        "dropped": quiet.dropped,
         "foreign": {
             "median": round(statistics.median(quiet.foreign), 4),
             "max": round(max(quiet.foreign), 4),
         },
-    }  # fmt: skip
+    }
 
 
 def once(step: Step) -> float:

@@ -33,12 +33,16 @@ def print_record(record: Mapping[str, Any]) -> None:
     for row in record["rows"]:
         ratio = row["ratio"]
         table.add_row(
-            row["name"], _short(row["ours_ms"]["median"]),
+            row["name"],
+            _short(row["ours_ms"]["median"]),
             _short(row["torch_ms"]["median"]) + _mark(row["torch_route"]),
-            _short(ratio["median"]), f"{_short(ratio['min'])}..{_short(ratio['max'])}",
-            "" if row["goal"] is None else f"{row['goal']:g}", _met(row), _share(row),
+            _short(ratio["median"]),
+            f"{_short(ratio['min'])}..{_short(ratio['max'])}",
+            "" if row["goal"] is None else f"{row['goal']:g}",
+            _met(row),
+            _share(row),
             *(_peer(row["peers"].get(name)) for name in peers),
-        )  # fmt: skip
+        )
     console(width=_WIDTH_WITH_PEERS if peers else 0).print(table)
     for line in (*_yardsticks(record), *_memory(record), *_footer(record)):
         say(line)

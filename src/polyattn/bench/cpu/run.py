@@ -111,10 +111,12 @@ def _native() -> dict[str, Any] | None:
         return None
     here, build = module.isas(), module.build_info()
     return {
-        "isa": here[module.isa_index()], "isas": list(here), "pool": module.pool(),
+        "isa": here[module.isa_index()],
+        "isas": list(here),
+        "pool": module.pool(),
         "bfloat16": forms.described(),
         "build": {**dataclasses.asdict(build), "compiled": list(build.compiled)},
-    }  # fmt: skip
+    }
 
 
 def timed_case(case: Case, options: Options, rows: int = 16) -> dict[str, Any]:
@@ -169,9 +171,12 @@ def _peer(
     errors, wrong = truth.check(way)
     theirs = series[way.name]
     return {
-        "ms": theirs.ms(), "ratio": over(theirs, mine), "error": errors, "wrong": wrong,
+        "ms": theirs.ms(),
+        "ratio": over(theirs, mine),
+        "error": errors,
+        "wrong": wrong,
         "prepare_s": {name: _round(seconds) for name, seconds in way.prepare_s},
-    }  # fmt: skip
+    }
 
 
 def _judge(row: dict[str, Any], case: Case, sticks: Yardsticks) -> None:

@@ -46,10 +46,13 @@ class Truth:
             distance = (found.double() - exact).norm() / exact.norm()
             errors[name] = float(f"{float(distance):.3g}")
             truth = Yardstick(
-                name, exact, self._scale[name], self._score,
+                name,
+                exact,
+                self._scale[name],
+                self._score,
                 functools.partial(self._baseline.__getitem__, name),
                 terms=self.inputs.case.size.kv_len,
-            )  # fmt: skip
+            )
             wrong = wrong or str(tolerance.measure(found, truth) or "")
         return errors, wrong
 
@@ -60,13 +63,13 @@ class Truth:
             if not call.case.train:
                 return {"out": call.heads_second(out)[:, :, self.rows]}
             g = torch.zeros_like(call.grad_out)
-            call.heads_second(g)[:, :, self.rows] = call.heads_second(call.grad_out)[:, :, self.rows]  # fmt: skip  # noqa: E501
+            call.heads_second(g)[:, :, self.rows] = call.heads_second(call.grad_out)[
+                :, :, self.rows
+            ]
             grads = torch.autograd.grad(out, (call.q, call.k, call.v), g)
         dq, dk, dv = (call.heads_second(x) for x in grads)
         out = call.heads_second(out.detach())
-        return {
-            "out": out[:, :, self.rows], "query": dq[:, :, self.rows], "key": dk, "value": dv,
-        }  # fmt: skip
+        return {"out": out[:, :, self.rows], "query": dq[:, :, self.rows], "key": dk, "value": dv}
 
     def _wide(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the chosen rows of q and grad_out, (B, K, G, R, H); k and v, (B, K, 1, S, H)."""

@@ -32,9 +32,12 @@ def add(kinds: Any) -> None:
     generate.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     generate.add_argument("--json", action="store_true", help="print the record, not the table")
     generate.add_argument(
-        "--record", metavar="FILE", nargs="?", const="",
+        "--record",
+        metavar="FILE",
+        nargs="?",
+        const="",
         help="write the record; without FILE to benchmarks/results/<machine>/generate.json",
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,9 +59,13 @@ def run(options: argparse.Namespace) -> int:
     from polyattn.bench.report import say
 
     asked = Options(
-        chosen(options.only, options.quick), tokens, seed=options.seed,
-        known=options.known_lengths, threads=options.threads, quick=options.quick,
-    )  # fmt: skip
+        chosen(options.only, options.quick),
+        tokens,
+        seed=options.seed,
+        known=options.known_lengths,
+        threads=options.threads,
+        quick=options.quick,
+    )
     record = measure(asked, lambda line: say(line, error=True))
     _tell(record, options)
     if record["interrupted"]:

@@ -112,9 +112,11 @@ def agreement(row: Row, stock: Answers, ours: Answers) -> dict[str, Any]:
     elif row.dtype == "float32" and parted is not None and not _is_tie(a[-1], 2 * largest):
         wrong = f"another token at {parted}"
     return {
-        "parted_at": parted, "rms": float(f"{rms / scale:.3g}"),
-        "largest": float(f"{largest / scale:.3g}"), "wrong": wrong,
-    }  # fmt: skip
+        "parted_at": parted,
+        "rms": float(f"{rms / scale:.3g}"),
+        "largest": float(f"{largest / scale:.3g}"),
+        "wrong": wrong,
+    }
 
 
 def _is_tie(logits: Any, within: float) -> bool:

@@ -51,9 +51,12 @@ def _gemma(sizes: Sizes) -> nn.Module:
 
     kinds = ["full_attention" if n % 4 == 3 else "sliding_attention" for n in range(sizes.layers)]
     config = Gemma3TextConfig(
-        **_decoder(sizes), sliding_window=sizes.window, layer_types=kinds,
-        query_pre_attn_scalar=sizes.head_dim, attn_implementation="sdpa",
-    )  # fmt: skip
+        **_decoder(sizes),
+        sliding_window=sizes.window,
+        layer_types=kinds,
+        query_pre_attn_scalar=sizes.head_dim,
+        attn_implementation="sdpa",
+    )
     return Gemma3ForCausalLM(config)
 
 
@@ -62,9 +65,12 @@ def _gemma_2(sizes: Sizes) -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        **_decoder(sizes), sliding_window=sizes.window, attn_logit_softcapping=50.0,
-        query_pre_attn_scalar=sizes.head_dim, attn_implementation="eager",
-    )  # fmt: skip
+        **_decoder(sizes),
+        sliding_window=sizes.window,
+        attn_logit_softcapping=50.0,
+        query_pre_attn_scalar=sizes.head_dim,
+        attn_implementation="eager",
+    )
     return Gemma2ForCausalLM(config)
 
 

@@ -49,10 +49,14 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         cells += [f"{row['ratio'][clock]['median']:.3f}", f"{row['noise'][clock]:.1%}"]
     share, run = row["attention_share"], row["as_run"]
     return [
-        *cells, f"{row['goal']:g}", _met(row), f"{run['wall']['median']:.3f}" if run else "",
-        f"{row['prefill']['wall']['ratio']:.2f}", "" if share is None else f"{share:.0%}",
+        *cells,
+        f"{row['goal']:g}",
+        _met(row),
+        f"{run['wall']['median']:.3f}" if run else "",
+        f"{row['prefill']['wall']['ratio']:.2f}",
+        "" if share is None else f"{share:.0%}",
         _ran(row["ran"]),
-    ]  # fmt: skip
+    ]
 
 
 def _met(row: Mapping[str, Any]) -> str:

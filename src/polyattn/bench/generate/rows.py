@@ -65,9 +65,8 @@ def _all() -> Iterator[Row]:
 
 ROWS = tuple(_all())
 QUICK = tuple(
-    row for row in ROWS
-    if row.context in (0, 128) and row.dtype == "float32" and not row.compiled
-)  # fmt: skip
+    row for row in ROWS if row.context in (0, 128) and row.dtype == "float32" and not row.compiled
+)
 """What a run of about a minute does."""
 
 

@@ -62,9 +62,11 @@ def measure(options: Options, say: Say = lambda line: None) -> dict[str, Any]:
     except KeyboardInterrupt:
         interrupted = True
     return {
-        **_in_force(options), "goals_met": _verdict(rows), "interrupted": interrupted,
+        **_in_force(options),
+        "goals_met": _verdict(rows),
+        "interrupted": interrupted,
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 def _measure_until_failure(options: Options, rows: list[dict[str, Any]], say: Say) -> None:

@@ -52,9 +52,11 @@ class Sides:
         for name in self.names:
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=work, args=(name, theirs), name=f"polyattn bench generate: {name}",
+                target=work,
+                args=(name, theirs),
+                name=f"polyattn bench generate: {name}",
                 daemon=True,
-            )  # fmt: skip
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -150,9 +150,12 @@ def _run(model: Any, job: Job, inputs: dict[str, Any], processors: list[Any]) ->
     options = {"cache_implementation": "static"} if job.row.cache == "static" else {}
     with torch.inference_mode() if not job.row.compiled else torch.no_grad():
         model.generate(
-            **inputs, **options, max_new_tokens=job.tokens, do_sample=False,
+            **inputs,
+            **options,
+            max_new_tokens=job.tokens,
+            do_sample=False,
             logits_processor=processors,
-        )  # fmt: skip
+        )
 
 
 def _compiled_steps(forward: Any) -> Any:

@@ -28,9 +28,12 @@ def add(kinds: Any) -> None:
     harm.add_argument("--tuned", action="store_true", help="with the times tuned on this machine")
     harm.add_argument("--json", action="store_true", help="print the record, not the table")
     harm.add_argument(
-        "--record", metavar="FILE", nargs="?", const="",
+        "--record",
+        metavar="FILE",
+        nargs="?",
+        const="",
         help="write the record; without FILE to benchmarks/results/<machine>/harm.json",
-    )  # fmt: skip
+    )
     harm.add_argument("--plot", metavar="FILE.png", help="draw the worst (needs matplotlib)")
 
 
@@ -51,9 +54,11 @@ def run(options: argparse.Namespace) -> int:
     from polyattn.bench.report import say
 
     record = measure(
-        only=options.only, quick=options.quick, tuned=options.tuned,
+        only=options.only,
+        quick=options.quick,
+        tuned=options.tuned,
         say=lambda line: say(line, error=True),
-    )  # fmt: skip
+    )
     if options.json:
         say(records.dump(record), plain=True)
     else:

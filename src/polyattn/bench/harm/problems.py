@@ -77,12 +77,17 @@ _MASKED = (
             btnh=((2, 8, 2048, 64),)),
 )  # fmt: skip
 _CROSS = (
-    _Family("cross", bnth=((2, 8, (256, 77), 40), (2, 8, (4096, 77), 40), (1, 8, (64, 1500), 64)),
-            btnh=((2, 10, (1024, 77), 64),)),
-    _Family("rectangle", bnth=((1, 8, (300, 1000), 64), (1, 8, (64, 2048), 64),
-            (1, (32, 8), (4, 1024), 128))),
+    _Family(
+        "cross",
+        bnth=((2, 8, (256, 77), 40), (2, 8, (4096, 77), 40), (1, 8, (64, 1500), 64)),
+        btnh=((2, 10, (1024, 77), 64),),
+    ),
+    _Family(
+        "rectangle",
+        bnth=((1, 8, (300, 1000), 64), (1, 8, (64, 2048), 64), (1, (32, 8), (4, 1024), 128)),
+    ),
     _Family("few keys", bnth=((2, 8, (512, 4), 64),)),
-)  # fmt: skip
+)
 _DECODE = (
     _Family("tiny decode", bnth=((1, 4, (1, 32), 32), (1, 8, (1, 16), 64), (1, 12, (1, 64), 64))),
     _Family("decode", bnth=tuple((1, 12, (1, s), 64) for s in (128, 512, 2048, 8192))),
@@ -120,9 +125,14 @@ def problems() -> Iterator[UserCase]:
             for shape in shapes:
                 for dtype in SHORT:
                     yield UserCase(
-                        family.group, _size(shape), dtype, family.mask, family.train, layout,
+                        family.group,
+                        _size(shape),
+                        dtype,
+                        family.mask,
+                        family.train,
+                        layout,
                         numbers=family.numbers,
-                    )  # fmt: skip
+                    )
 
 
 def _size(shape: tuple[object, ...]) -> Size:

@@ -31,11 +31,15 @@ def print_record(record: Mapping[str, Any]) -> None:
     for row in shown:
         ratio = row["ratio"]
         table.add_row(
-            row["name"], _short(row["torch_ms"]["median"]), _short(row["ours_ms"]["median"]),
-            _short(ratio["median"]), f"{_short(ratio['min'])}..{_short(ratio['max'])}",
+            row["name"],
+            _short(row["torch_ms"]["median"]),
+            _short(row["ours_ms"]["median"]),
+            _short(ratio["median"]),
+            f"{_short(ratio['min'])}..{_short(ratio['max'])}",
             _short(row["native_ratio"]["median"]) if row["native_ratio"] else "-",
-            row["call"], row["chosen"],
-        )  # fmt: skip
+            row["call"],
+            row["chosen"],
+        )
     console().print(table)
     for line in (_LEGEND, *_reasons(shown), *_verdict(record), _conditions(record)):
         say(line)

@@ -21,10 +21,7 @@ from polyattn.errors import MissingDependency, PolyattnError
 
 __all__ = ["Options", "add", "run"]
 
-PARTS = {
-    "faults": "polyattn_faults.faults",
-    "overhead": "polyattn.bench.trace.overhead",
-}
+PARTS = {"faults": "polyattn_faults.faults", "overhead": "polyattn.bench.trace.overhead"}
 FAULTS = Path(__file__).resolve().parents[4] / "benchmarks" / "faults"
 """Where a checkout has the faults."""
 
@@ -58,13 +55,17 @@ def add(kinds: Any) -> None:
     trace.add_argument("--seed", type=int, default=0, help="of weights, inputs and choices")
     trace.add_argument("--verbose", action="store_true", help="list every fault, not the misses")
     trace.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-",
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const="-",
         help="print the record, not the tables; with FILE write it there beside them",
-    )  # fmt: skip
+    )
     trace.add_argument(
-        "--record", action="store_true",
+        "--record",
+        action="store_true",
         help="write the record to benchmarks/results/<machine>/trace.json",
-    )  # fmt: skip
+    )
     trace.add_argument("--plot", metavar="FILE.png", help="draw the faults (needs matplotlib)")
 
 
@@ -87,8 +88,10 @@ def run(options: argparse.Namespace) -> int:
     asked = Options(
         dtypes=(options.dtype,) if options.dtype else DTYPES,
         models=tuple(filter(None, options.models.split(","))),
-        quick=options.quick, seed=options.seed, verbose=options.verbose,
-    )  # fmt: skip
+        quick=options.quick,
+        seed=options.seed,
+        verbose=options.verbose,
+    )
     parts = {name: _part(name) for name in _asked(options)}
     record = _in_force(asked)
     for name, part in parts.items():

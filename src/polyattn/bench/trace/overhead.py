@@ -44,9 +44,14 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
         rows += of_cases
     judged = [row["met"] for row in (*rows, *models) if row["met"] is not None]
     return {
-        "goals_met": all(judged), "threads": torch.get_num_threads(), "rounds": rounds,
-        "block_s": block_s, "allocator": allocator, "models": models, "rows": rows,
-    }  # fmt: skip
+        "goals_met": all(judged),
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "block_s": block_s,
+        "allocator": allocator,
+        "models": models,
+        "rows": rows,
+    }
 
 
 def _of_model(
@@ -100,9 +105,10 @@ def _written(model: nn.Module, inputs: Mapping[str, Any], folder: Path) -> dict[
         size = path.stat().st_size - before
     records = len(read(path).records)
     return {
-        "records_per_forward": records, "bytes_per_forward": size,
+        "records_per_forward": records,
+        "bytes_per_forward": size,
         "bytes_per_record": round(size / records, 1),
-    }  # fmt: skip
+    }
 
 
 def table(record: Mapping[str, Any]) -> None:
@@ -136,11 +142,14 @@ def table(record: Mapping[str, Any]) -> None:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     time, written, goal = row["relative"], row["until_written"], row["goal"]
     return [
-        row["case"], f"{time['median']:.3f}", f"{time['low']:.3f}..{time['high']:.3f}",
+        row["case"],
+        f"{time['median']:.3f}",
+        f"{time['low']:.3f}..{time['high']:.3f}",
         "" if written is None else f"{written['median']:.3f}",
-        f"{row['processor_time']['median']:.3f}", "" if goal is None else f"{goal:.2f}",
+        f"{row['processor_time']['median']:.3f}",
+        "" if goal is None else f"{goal:.2f}",
         {None: "", True: "yes", False: "no"}[row["met"]],
-    ]  # fmt: skip
+    ]
 
 
 def _footer(model: Mapping[str, Any]) -> str:

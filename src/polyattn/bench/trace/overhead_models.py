@@ -59,9 +59,14 @@ def _llama(
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner,
-            num_attention_heads=heads, num_key_value_heads=heads, vocab_size=2048, use_cache=False,
-        )  # fmt: skip
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            vocab_size=2048,
+            use_cache=False,
+        )
         inputs = [{"input_ids": torch.randint(0, 2048, (1, tokens))} for _ in range(INPUTS)]
         return LlamaForCausalLM(config), inputs
 

@@ -74,9 +74,14 @@ class Rounds:
 
 
 def time_cases(
-    model: nn.Module, inputs: Sequence[Mapping[str, Any]], cases: Sequence[Case], folder: Path,
-    *, rounds: int, block_s: float,
-) -> Rounds:  # fmt: skip
+    model: nn.Module,
+    inputs: Sequence[Mapping[str, Any]],
+    cases: Sequence[Case],
+    folder: Path,
+    *,
+    rounds: int,
+    block_s: float,
+) -> Rounds:
     """Time forwards of the model in each case; at most twice as many rounds as are kept."""
     feed = itertools.cycle(inputs)
     base = _fill_of(model, feed, block_s, lambda: None)
@@ -103,10 +108,13 @@ def time_cases(
         ratios[name].add(*one)
     bases = [one for _, found in kept for blocks in found.values() for one in blocks[1:]]
     return Rounds(
-        ratios, statistics.median(one.wall for one in bases), [load for load, _ in kept],
-        len(done) - len(kept), [one.faults for one in bases],
+        ratios,
+        statistics.median(one.wall for one in bases),
+        [load for load, _ in kept],
+        len(done) - len(kept),
+        [one.faults for one in bases],
         {name: one.forwards for name, one in fill.items()},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

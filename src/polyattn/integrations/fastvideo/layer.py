@@ -51,10 +51,16 @@ class AttentionImpl:
     others: tuple[str, ...] = ()
 
     def __init__(
-        self, num_heads: int, head_size: int, softmax_scale: float | None = None,
-        causal: bool = False, num_kv_heads: int | None = None, prefix: str = "",
-        dropout_p: float = 0.0, **extra: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        dropout_p: float = 0.0,
+        **extra: Any,
+    ) -> None:
         for name, value in extra.items():
             if not says_nothing(value):
                 raise InvalidProblem(
@@ -109,10 +115,15 @@ class AttentionImpl:
         if self.causal:
             mask = Causal() if mask is None else mask & Causal()
         return self._attention(
-            query, key, value, mask=mask, bias=bias, scale=self.softmax_scale,
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            scale=self.softmax_scale,
             dropout_p=self.dropout_p,
             backend=(self.backend_name, *self.others) if self.others else self.backend_name,
-        )  # fmt: skip
+        )
 
     def _check(self, query: tuple[int, ...], key: tuple[int, ...]) -> None:
         def fits(shape: tuple[int, ...], heads: int) -> bool:

@@ -211,10 +211,16 @@ def _selected(
     preferred = _expand(default, "default_backend")
     device, arch = platform_of("torch").present_device()
     problem = Problem(
-        batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8,
-        head_dim=checked_size("head_size", head_size), dtype=str(dtype).rpartition(".")[2],
-        device=device, arch=arch,
-    )  # fmt: skip
+        batch=1,
+        q_len=1024,
+        kv_len=1024,
+        heads=8,
+        kv_heads=8,
+        head_dim=checked_size("head_size", head_size),
+        dtype=str(dtype).rpartition(".")[2],
+        device=device,
+        arch=arch,
+    )
     call = None if requested is NO_REQUEST else requested
     wishes = current_wishes(call, layer)
     if requested is None:
@@ -278,7 +284,12 @@ def _preferring(selection: Selection, preferred: tuple[str, ...]) -> Selection:
         )
         if isinstance(decision, Accepted):
             return replace(
-                selection, backend=name, source=Source.HEURISTIC, config={},
-                decisions=decisions, reason="the layer's default_backend", version=decision.detail,
-            )  # fmt: skip
+                selection,
+                backend=name,
+                source=Source.HEURISTIC,
+                config={},
+                decisions=decisions,
+                reason="the layer's default_backend",
+                version=decision.detail,
+            )
     return replace(selection, decisions=decisions)

@@ -147,16 +147,21 @@ COMPILER = (
 
 DISPATCH = (
     config(
-        "jax_cpu_enable_async_dispatch", "bool",
-        "Whether programs on the CPU run beside Python instead of in the call.", freezes=True,
+        "jax_cpu_enable_async_dispatch",
+        "bool",
+        "Whether programs on the CPU run beside Python instead of in the call.",
+        freezes=True,
         trap="A timing that does not wait for the result measures the dispatch alone.",
     ),
     config(
-        "jax_send_traceback_to_runtime", "str",
+        "jax_send_traceback_to_runtime",
+        "str",
         "How much of Python's stack each dispatch hands to the runtime.",
-        allowed=("off", "on", "full"), since="0.8.1", trap="'full' makes every call slower.",
+        allowed=("off", "on", "full"),
+        since="0.8.1",
+        trap="'full' makes every call slower.",
     ),
-)  # fmt: skip
+)
 
 CACHE = (
     config(

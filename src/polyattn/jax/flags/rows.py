@@ -20,18 +20,26 @@ def config(name: str, type: Any, about: str, *, process: bool = False, **more: A
     """
     scope = "process" if process or more.get("freezes") else "thread"
     return Knob(
-        name=name, kind="knob", type=type, about=about, where=f"jax.config.{name}",
+        name=name,
+        kind="knob",
+        type=type,
+        about=about,
+        where=f"jax.config.{name}",
         **({"scope": scope} | more),
-    )  # fmt: skip
+    )
 
 
 def variable(name: str, about: str, **more: Any) -> Knob:
     """Return the row of an environment variable that JAX, XLA or a library below them reads."""
     return Knob(
-        name=f"env.{name}", kind="knob", type="str", about=about, freezes=True,
+        name=f"env.{name}",
+        kind="knob",
+        type="str",
+        about=about,
+        freezes=True,
         where=f"the environment variable {name}",
         **({"allowed": "text, or None where it is not set"} | more),
-    )  # fmt: skip
+    )
 
 
 def query(name: str, type: Any, about: str, where: str, **more: Any) -> Knob:

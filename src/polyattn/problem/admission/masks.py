@@ -144,9 +144,12 @@ def _broadcasts(leaf: Any, got: tuple[int, ...], full: tuple[int, ...], packed: 
 
 
 def _check_block_map(
-    leaf: BlockMap, full: tuple[int, ...], packed: bool, known: Callable[[Any], Any],
+    leaf: BlockMap,
+    full: tuple[int, ...],
+    packed: bool,
+    known: Callable[[Any], Any],
     arange: Callable[[int], Any],
-) -> None:  # fmt: skip
+) -> None:
     b, n, t, s = full
     rows, blocks = -(-t // leaf.block_q), -(-s // leaf.block_k)
     got = shape_of(leaf.counts)

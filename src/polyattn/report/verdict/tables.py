@@ -196,9 +196,10 @@ def table(verdict: Verdict) -> str:
 def _row(row: Row) -> str:
     name = row.module if row.module is not None else row.reference_module
     cells = [
-        "" if row.step is None else str(row.step), str(row.call),
+        "" if row.step is None else str(row.step),
+        str(row.call),
         *map(_number, (row.error_in, row.error_out, row.contributed, row.threshold)),
-    ]  # fmt: skip
+    ]
     numbers = "".join(element("td", one, cls="number") for one in cells)
     backward = " (backward)" if row.phase == "backward" else ""
     kind = "culprit" if row.verdict == "culprit" else ""

@@ -63,10 +63,13 @@ def calibrate(problem: Problem) -> bool:
     """
     platform = find_platform(problem.framework)
     if (
-        platform is None or platform.prober is None or here.is_assumed()
-        or problem.compiled or work_of(problem) < CALIBRATED_FROM
+        platform is None
+        or platform.prober is None
+        or here.is_assumed()
+        or problem.compiled
+        or work_of(problem) < CALIBRATED_FROM
         or not settings.current().calibration
-    ):  # fmt: skip
+    ):
         return False
     if platform.prober.refusal() is not None or not _lock.acquire(blocking=False):
         return False

@@ -39,10 +39,13 @@ class Compared:
 
 
 def compare(
-    native: Step, theirs: Step, threads: int,
+    native: Step,
+    theirs: Step,
+    threads: int,
     clock: Callable[[], float] = time.perf_counter,
-    waited: Callable[[], float | None] | None = None, patience: int = 2,
-) -> Compared | str:  # fmt: skip
+    waited: Callable[[], float | None] | None = None,
+    patience: int = 2,
+) -> Compared | str:
     """Time two kernels by turns; or say why that gave no result.
 
     `patience`: in how many rounds others may disturb before it is given up.

@@ -53,9 +53,11 @@ class Kept:
         return True
 
     def add(
-        self, place: Place, figures: Mapping[tuple[str, str], Figure],
+        self,
+        place: Place,
+        figures: Mapping[tuple[str, str], Figure],
         undecided: Mapping[tuple[str, str], str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take the results of a calibration."""
         self.figures.setdefault(place, {}).update(figures)
         self.undecided[place] = {
@@ -75,8 +77,11 @@ kept = Kept()
 _NONE: Mapping[str, list[Measurement]] = {}
 _assumed: Evidence | None = None
 _made: tuple[Place | None, Mapping[str, list[Measurement]], int, Evidence] = (
-    None, {}, 0, UNMEASURED,
-)  # fmt: skip
+    None,
+    {},
+    0,
+    UNMEASURED,
+)
 
 
 def in_force(framework: str = "torch") -> Evidence:

@@ -27,9 +27,17 @@ def device_of(device: str) -> str:
 
 
 def entries_of(
-    problem: Problem, kind: str, rival: str, native_s: float, figure: Figure, pairs: int,
-    error: float, tolerance: float, device: str, versions: str,
-) -> list[tuple[Key, Measurement]]:  # fmt: skip
+    problem: Problem,
+    kind: str,
+    rival: str,
+    native_s: float,
+    figure: Figure,
+    pairs: int,
+    error: float,
+    tolerance: float,
+    device: str,
+    versions: str,
+) -> list[tuple[Key, Measurement]]:
     """Return the rows of one figure. `rival`: torch's backend; `native_s`: the native time."""
     key = Key(device_of(device), versions, problem.to_json())
     config = json.dumps({"calibration": kind, "dtype": problem.dtype})

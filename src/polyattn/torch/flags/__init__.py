@@ -20,7 +20,7 @@ from polyattn.torch.flags.can_use import (
     can_use_efficient_attention,
     can_use_flash_attention,
     can_use_math_attention,
-)  # fmt: skip
+)
 from polyattn.torch.flags.presets import Preset, deterministic, fastest, full_precision
 from polyattn.torch.flags.priority import sdpa_priority
 from polyattn.torch.flags.scope import FlagScope, apply, flags

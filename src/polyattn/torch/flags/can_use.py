@@ -207,8 +207,12 @@ def _switch(backend: str) -> Iterator[Reason]:
     name = _SWITCHES[backend]
     if not is_allowed[backend]():
         home = "torch.backends.cuda"
-        yield Reason("switch", f"{home}.{name}_enabled() is False", "True",
-                     f"{home}.enable_{name}(True), or leave the sdpa_kernel scope")  # fmt: skip
+        yield Reason(
+            "switch",
+            f"{home}.{name}_enabled() is False",
+            "True",
+            f"{home}.enable_{name}(True), or leave the sdpa_kernel scope",
+        )
 
 
 def _declared(backend: str, call: SdpaCall) -> Iterator[Reason]:

@@ -74,9 +74,14 @@ def knob(
     there is to the state.
     """
     known = Knob(
-        name=name, kind="knob", type=type, about=about, where=where or f"torch.backends.{name}",
-        scope="thread" if per_thread else "process", **facts,
-    )  # fmt: skip
+        name=name,
+        kind="knob",
+        type=type,
+        about=about,
+        where=where or f"torch.backends.{name}",
+        scope="thread" if per_thread else "process",
+        **facts,
+    )
     read = None if isinstance(get, str) else get
     write = None if isinstance(put, str) else put
     if read is None or (write is None and put is not None):
@@ -89,11 +94,16 @@ def knob(
             () if write is None else (Single(read, write, per_thread=per_thread).cell("value"),)
         )
     return Access(
-        knob=known, read=read, write=write, touches=touches, convert=convert, rank=rank,
+        knob=known,
+        read=read,
+        write=write,
+        touches=touches,
+        convert=convert,
+        rank=rank,
         settle=settle,
         lacks=_frozen_or(known, lacks),
         verify=verify or (lambda value: bool(reader() == value)),
-    )  # fmt: skip
+    )
 
 
 def _frozen_or(known: Knob, lacks: Callable[..., str] | None) -> Callable[..., str]:
@@ -122,9 +132,14 @@ def query(
 ) -> Access:
     """Return something that can be read and not set."""
     known = Knob(
-        name=name, kind="query", type=type, about=about, where=where or f"torch.backends.{name}",
-        scope="thread" if per_thread else "process", **facts,
-    )  # fmt: skip
+        name=name,
+        kind="query",
+        type=type,
+        about=about,
+        where=where or f"torch.backends.{name}",
+        scope="thread" if per_thread else "process",
+        **facts,
+    )
     read = None if isinstance(get, str) else get
     missing = (lambda: absent(known)) if read is None else (unreadable or (lambda: ""))
     return Access(knob=known, read=read, unreadable=missing, lacks=lambda value=None: why_fixed)
@@ -133,9 +148,14 @@ def query(
 def function(name: str, about: str, instead: str, *, where: str = "", **facts: Any) -> Access:
     """Return a name of torch that has no value, with what answers for it here."""
     known = Knob(
-        name=name, kind="function", type="none", about=about, replaced_by=instead,
-        where=where or f"torch.backends.{name}", **facts,
-    )  # fmt: skip
+        name=name,
+        kind="function",
+        type="none",
+        about=about,
+        replaced_by=instead,
+        where=where or f"torch.backends.{name}",
+        **facts,
+    )
     why = "it is a function, without a value"
     return Access(knob=known, unreadable=lambda: why, lacks=lambda value=None: why)
 

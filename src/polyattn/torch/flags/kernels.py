@@ -9,14 +9,7 @@ from typing import Any
 import torch
 
 from polyattn.knobs.cells import Access
-from polyattn.torch.flags.declare import (
-    CUDA_BUILD,
-    ROCM_BUILD,
-    enum_name,
-    knob,
-    query,
-    version,
-)  # fmt: skip
+from polyattn.torch.flags.declare import CUDA_BUILD, ROCM_BUILD, enum_name, knob, query, version
 from polyattn.torch.flags.sdpa_order import order, put_order, take_order
 from polyattn.torch.flags.state import OPT_EINSUM
 from polyattn.torch.internals.switches import (
@@ -37,9 +30,11 @@ def kernels() -> Iterator[Access]:
     """Yield the knobs of kernels and libraries."""
     yield from _sdpa()
     yield from _cudnn()
+    yield from _miopen()
     yield from _cpu_libraries()
     yield from _einsum_and_quantized()
     yield from _cuda_libraries()
+    yield from _cuda_calls()
     yield from _plan_caches()
     yield from _python_native()
 
@@ -55,24 +50,29 @@ _SWITCHES = {
 def _sdpa() -> Iterator[Access]:
     for name, what in _SWITCHES.items():
         yield knob(
-            f"cuda.{name}_sdp_enabled", *switch(f"cuda.{name}_sdp_enabled"),
+            f"cuda.{name}_sdp_enabled",
+            *switch(f"cuda.{name}_sdp_enabled"),
             f"Whether scaled_dot_product_attention may use {what}.",
-            where=f"torch.backends.cuda.enable_{name}_sdp", replaced_by=_POSITIVE,
+            where=f"torch.backends.cuda.enable_{name}_sdp",
+            replaced_by=_POSITIVE,
             trap=f"For the whole process, also under sdpa_kernel(); {_BEFORE_COMPILED}",
             aliases=(f"cuda.enable_{name}_sdp", f"cuda.{name}_sdp"),
-        )  # fmt: skip
+        )
     yield knob(
-        "cuda.overrideable_sdp_enabled", *switch("cuda.overrideable_sdp_enabled"),
+        "cuda.overrideable_sdp_enabled",
+        *switch("cuda.overrideable_sdp_enabled"),
         "Whether scaled_dot_product_attention may use an out-of-tree device's kernel.",
         where=setter_of("cuda.overrideable_sdp_enabled"),
         trap="The deprecated cuda.sdp_kernel() switches it off unasked.",
-    )  # fmt: skip
+    )
     yield knob(
-        "cuda.fa3_sdp_enabled", *switch("cuda.fa3_sdp_enabled"),
+        "cuda.fa3_sdp_enabled",
+        *switch("cuda.fa3_sdp_enabled"),
         "Whether FlashAttention 3 stands in for torch's flash kernel (see "
         "torch.nn.attention.activate_flash_attention_impl).",
-        where=setter_of("cuda.fa3_sdp_enabled"), since="2.11",
-    )  # fmt: skip
+        where=setter_of("cuda.fa3_sdp_enabled"),
+        since="2.11",
+    )
     yield from _sdpa_order_and_sums()
 
 
@@ -92,73 +92,102 @@ def _sdpa_order_and_sums() -> Iterator[Access]:
         "Whether the unfused attention may sum in 16 bits instead of float32.",
         where="torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
         aliases=("cuda.allow_fp16_bf16_reduction_math_sdp",),
-    )  # fmt: skip
+    )
     yield knob(
-        "mha.fastpath_enabled", torch.backends.mha.get_fastpath_enabled,
+        "mha.fastpath_enabled",
+        torch.backends.mha.get_fastpath_enabled,
         torch.backends.mha.set_fastpath_enabled,
         "Whether nn.MultiheadAttention and nn.TransformerEncoder may take their fused path.",
         where="torch.backends.mha.set_fastpath_enabled",
         trap="Under jit scripting it reads as True whatever was set.",
         aliases=("mha.get_fastpath_enabled", "mha.set_fastpath_enabled"),
-    )  # fmt: skip
+    )
 
 
 def _cudnn() -> Iterator[Access]:
     yield knob(
-        "cudnn.enabled", *switch("cudnn.enabled"), "Whether cuDNN is used.",
+        "cudnn.enabled",
+        *switch("cudnn.enabled"),
+        "Whether cuDNN is used.",
         freezes=True,
         trap="cudnn.flags() without arguments switches it off; scopes here set what they name.",
-    )  # fmt: skip
+    )
     yield knob(
-        "cudnn.benchmark", *switch("cudnn.benchmark"),
+        "cudnn.benchmark",
+        *switch("cudnn.benchmark"),
         "Whether cuDNN times its convolution algorithms for each new shape and keeps the fastest.",
-        freezes=True, trap="The winner may differ from run to run, and so may the last bits.",
-    )  # fmt: skip
+        freezes=True,
+        trap="The winner may differ from run to run, and so may the last bits.",
+    )
     yield knob(
-        "cudnn.benchmark_limit", *switch("cudnn.benchmark_limit"),
+        "cudnn.benchmark_limit",
+        *switch("cudnn.benchmark_limit"),
         "How many algorithms cudnn.benchmark tries; 0: all.",
-        type="int", low=0, freezes=True, builds=CUDA_BUILD,
-    )  # fmt: skip
+        type="int",
+        low=0,
+        freezes=True,
+        builds=CUDA_BUILD,
+    )
     yield knob(
-        "cudnn.deterministic", *switch("cudnn.deterministic"),
-        "Whether cuDNN may use only algorithms that give the same bits every time.", freezes=True,
-    )  # fmt: skip
+        "cudnn.deterministic",
+        *switch("cudnn.deterministic"),
+        "Whether cuDNN may use only algorithms that give the same bits every time.",
+        freezes=True,
+    )
     yield knob(
-        "cudnn.depthwise_kernel", *switch("cudnn.depthwise_kernel"),
-        "Who runs depthwise convolutions on CUDA.", type="str",
-        allowed=("auto", "cudnn", "native"), since="2.13", freezes=True,
-    )  # fmt: skip
+        "cudnn.depthwise_kernel",
+        *switch("cudnn.depthwise_kernel"),
+        "Who runs depthwise convolutions on CUDA.",
+        type="str",
+        allowed=("auto", "cudnn", "native"),
+        since="2.13",
+        freezes=True,
+    )
+
+
+def _miopen() -> Iterator[Access]:
     yield knob(
-        "miopen.immediate", *switch("miopen.immediate"),
+        "miopen.immediate",
+        *switch("miopen.immediate"),
         "Whether MIOpen takes an algorithm at once instead of searching; has effect on ROCm.",
         freezes=True,
-    )  # fmt: skip
+    )
 
 
 def _cpu_libraries() -> Iterator[Access]:
     yield knob(
-        "mkldnn.enabled", *switch("mkldnn.enabled"), "Whether oneDNN is used.",
-        freezes=True, trap="mkldnn.flags() without arguments switches it off.",
-    )  # fmt: skip
+        "mkldnn.enabled",
+        *switch("mkldnn.enabled"),
+        "Whether oneDNN is used.",
+        freezes=True,
+        trap="mkldnn.flags() without arguments switches it off.",
+    )
     yield knob(
-        "mkldnn.deterministic", *switch("mkldnn.deterministic"),
-        "Whether oneDNN may use only deterministic algorithms.", freezes=True,
-    )  # fmt: skip
+        "mkldnn.deterministic",
+        *switch("mkldnn.deterministic"),
+        "Whether oneDNN may use only deterministic algorithms.",
+        freezes=True,
+    )
     yield knob(
-        "nnpack.enabled", *switch("nnpack.enabled"),
-        "Whether NNPACK may run convolutions on CPUs.", where="torch.backends.nnpack.set_flags",
-    )  # fmt: skip
+        "nnpack.enabled",
+        *switch("nnpack.enabled"),
+        "Whether NNPACK may run convolutions on CPUs.",
+        where="torch.backends.nnpack.set_flags",
+    )
 
 
 def _einsum_and_quantized() -> Iterator[Access]:
     yield knob(
-        "opt_einsum.enabled", lambda: torch.backends.opt_einsum.enabled,
+        "opt_einsum.enabled",
+        lambda: torch.backends.opt_einsum.enabled,
         lambda value: OPT_EINSUM.put("enabled", value),
-        "Whether einsum asks opt_einsum for the order of contraction.", freezes=True,
-        touches=(OPT_EINSUM.cell("enabled"),), rank=5,
+        "Whether einsum asks opt_einsum for the order of contraction.",
+        freezes=True,
+        touches=(OPT_EINSUM.cell("enabled"),),
+        rank=5,
         lacks=lambda value=None: _no_opt_einsum() if value is not False else "",
         trap="Assigning torch's attribute hides the value from its own flags() and set_flags().",
-    )  # fmt: skip
+    )
     yield knob(
         "opt_einsum.strategy", lambda: torch.backends.opt_einsum.strategy,
         lambda value: OPT_EINSUM.put("strategy", value),
@@ -167,18 +196,22 @@ def _einsum_and_quantized() -> Iterator[Access]:
         touches=(OPT_EINSUM.cell("strategy"),), lacks=lambda value=None: _no_opt_einsum(),
     )  # fmt: skip
     yield knob(
-        "quantized.engine", lambda: torch.backends.quantized.engine,
+        "quantized.engine",
+        lambda: torch.backends.quantized.engine,
         lambda value: setattr(torch.backends.quantized, "engine", value),
-        "The library of quantized operators.", type="str", lacks=_no_engine,
+        "The library of quantized operators.",
+        type="str",
+        lacks=_no_engine,
         allowed=("none", "fbgemm", "qnnpack", "onednn", "x86"),
-    )  # fmt: skip
+    )
 
 
 def _no_opt_einsum() -> str:
     return (
-        "" if torch.backends.opt_einsum.is_available() else "the package opt_einsum is not "
-        "installed (pip install opt_einsum)"
-    )  # fmt: skip
+        ""
+        if torch.backends.opt_einsum.is_available()
+        else "the package opt_einsum is not installed (pip install opt_einsum)"
+    )
 
 
 def _no_engine(value: str | None = None) -> str:
@@ -229,32 +262,52 @@ _ALIASES = {"hipblas": "cublas", "hipblaslt": "cublaslt"}
 
 def _cuda_libraries() -> Iterator[Access]:
     yield _library(
-        "linalg", "default cusolver magma", "Which library linear algebra on CUDA prefers.",
-        _needs(cusolver=CUDA_BUILD, magma=CUDA_BUILD), deprecated="2.13 (magma)",
+        "linalg",
+        "default cusolver magma",
+        "Which library linear algebra on CUDA prefers.",
+        _needs(cusolver=CUDA_BUILD, magma=CUDA_BUILD),
+        deprecated="2.13 (magma)",
         trap="In a build without the library torch stores the value and then raises; here nothing "
         "is set.",
-    )  # fmt: skip
+    )
     yield _library(
-        "blas", "default cublas cublaslt ck", "Which library matrix products on CUDA prefer.",
+        "blas",
+        "default cublas cublaslt ck",
+        "Which library matrix products on CUDA prefer.",
         _needs(cublaslt=CUDA_BUILD, ck=ROCM_BUILD),
         trap="default reads as the library that it stands for.",
-    )  # fmt: skip
+    )
     yield _library(
-        "rocm_fa", "default aotriton ck", "Which FlashAttention ROCm uses.",
-        _needs(aotriton=ROCM_BUILD, ck=ROCM_BUILD), trap="default may read as what it stands for.",
-    )  # fmt: skip
+        "rocm_fa",
+        "default aotriton ck",
+        "Which FlashAttention ROCm uses.",
+        _needs(aotriton=ROCM_BUILD, ck=ROCM_BUILD),
+        trap="default may read as what it stands for.",
+    )
+
+
+def _cuda_calls() -> Iterator[Access]:
     for library in ("cublas", "cublaslt"):
         yield knob(
-            f"cuda.{library}_workspace_size", *switch(f"cuda.{library}_workspace_size"),
-            f"Bytes of work space for {library}.", type="int",
-            low=0, since="2.13", builds=CUDA_BUILD, lacks=lambda value=None: _no_device(),
-        )  # fmt: skip
+            f"cuda.{library}_workspace_size",
+            *switch(f"cuda.{library}_workspace_size"),
+            f"Bytes of work space for {library}.",
+            type="int",
+            low=0,
+            since="2.13",
+            builds=CUDA_BUILD,
+            lacks=lambda value=None: _no_device(),
+        )
     yield knob(
-        "cuda.sync_debug_mode", *switch("cuda.sync_debug_mode"),
-        "What a synchronising CUDA operation does: 0 nothing, 1 warns, 2 raises.", type="int",
-        allowed=(0, 1, 2), where="torch.cuda.set_sync_debug_mode", builds=CUDA_BUILD,
+        "cuda.sync_debug_mode",
+        *switch("cuda.sync_debug_mode"),
+        "What a synchronising CUDA operation does: 0 nothing, 1 warns, 2 raises.",
+        type="int",
+        allowed=(0, 1, 2),
+        where="torch.cuda.set_sync_debug_mode",
+        builds=CUDA_BUILD,
         lacks=lambda value=None: _no_device(),
-    )  # fmt: skip
+    )
 
 
 def _no_device() -> str:
@@ -270,18 +323,22 @@ def _plan_caches() -> Iterator[Access]:
             f"cuda.cufft_plan_cache[{index}].max_size",
             plan_cache("get_plan_cache_max_size", index) if there else ABSENT,
             plan_cache("set_plan_cache_max_size", index) if there else ABSENT,
-            f"How many FFT plans are kept for CUDA device {index}.", type="int", low=0,
+            f"How many FFT plans are kept for CUDA device {index}.",
+            type="int",
+            low=0,
             builds=f"{CUDA_BUILD}, with CUDA initialised",
             aliases=("cuda.cufft_plan_cache.max_size",) if index == current else (),
-        )  # fmt: skip
+        )
         yield query(
             f"cuda.cufft_plan_cache[{index}].size",
             plan_cache("get_plan_cache_size", index) if there else ABSENT,
-            f"How many FFT plans are kept for CUDA device {index} now.", type="int",
-            builds=f"{CUDA_BUILD}, with CUDA initialised", volatile=True,
+            f"How many FFT plans are kept for CUDA device {index} now.",
+            type="int",
+            builds=f"{CUDA_BUILD}, with CUDA initialised",
+            volatile=True,
             aliases=("cuda.cufft_plan_cache.size",) if index == current else (),
             why_fixed="it counts the plans; cuda.cufft_plan_cache[...].max_size bounds them",
-        )  # fmt: skip
+        )
 
 
 def _python_native() -> Iterator[Access]:
@@ -293,8 +350,9 @@ def _python_native() -> Iterator[Access]:
             partial(_switched_on, module, name) if module else ABSENT,
             partial(_switch, module, name) if module else ABSENT,
             f"Whether torch's own operators written in {known.get(name, name)} take part.",
-            freezes=True, since="2.12",
-        )  # fmt: skip
+            freezes=True,
+            since="2.12",
+        )
 
 
 def _switched_on(module: Any, name: str) -> bool:

@@ -20,7 +20,7 @@ from polyattn.torch.flags.float32 import (
     plain_cudnn_bool,
     put,
     put_cudnn_bool,
-)  # fmt: skip
+)
 from polyattn.torch.flags.state import ReductionCells
 from polyattn.torch.internals.switches import (
     ABSENT,
@@ -90,9 +90,14 @@ def _old_names() -> Iterator[Access]:
         deprecated="2.9", replaced_by="cudnn.conv.fp32_precision and cudnn.rnn.fp32_precision",
     )  # fmt: skip
     yield knob(
-        "mkldnn.allow_tf32", *_onednn(), "Whether oneDNN may run float32 in TF32 on Intel GPUs.",
-        freezes=True, builds=XPU_BUILD, deprecated="2.9", replaced_by="mkldnn.fp32_precision",
-    )  # fmt: skip
+        "mkldnn.allow_tf32",
+        *_onednn(),
+        "Whether oneDNN may run float32 in TF32 on Intel GPUs.",
+        freezes=True,
+        builds=XPU_BUILD,
+        deprecated="2.9",
+        replaced_by="mkldnn.fp32_precision",
+    )
 
 
 def _onednn() -> Switch:
@@ -112,23 +117,38 @@ _BELOW_ONEDNN = tuple(f"mkldnn.{operator}.fp32_precision" for operator in _OPERA
 def _levels() -> Iterator[Access]:
     shared: dict[str, Any] = {"type": "str", "freezes": True, "since": "2.9"}
     yield _precision(
-        "fp32_precision", "generic", "all", _ONEDNN, rank=2, **shared,
+        "fp32_precision",
+        "generic",
+        "all",
+        _ONEDNN,
+        rank=2,
+        **shared,
         about="What float32 convolutions, recurrent networks and products are computed in where "
         "nothing more special is set.",
-        couples=(
-            "cudnn.fp32_precision", "mkldnn.fp32_precision", *_BELOW_CUDA, *_BELOW_ONEDNN,
-        ),
-    )  # fmt: skip
+        couples=("cudnn.fp32_precision", "mkldnn.fp32_precision", *_BELOW_CUDA, *_BELOW_ONEDNN),
+    )
     yield _precision(
-        "cudnn.fp32_precision", "cuda", "all", _CUDA, rank=3, couples=_BELOW_CUDA, **shared,
+        "cudnn.fp32_precision",
+        "cuda",
+        "all",
+        _CUDA,
+        rank=3,
+        couples=_BELOW_CUDA,
+        **shared,
         about="The same for CUDA; cuda.matmul, cudnn.conv and cudnn.rnn inherit it.",
-    )  # fmt: skip
+    )
     yield _precision(
-        "mkldnn.fp32_precision", "mkldnn", "all", _ONEDNN, rank=3, couples=_BELOW_ONEDNN, **shared,
+        "mkldnn.fp32_precision",
+        "mkldnn",
+        "all",
+        _ONEDNN,
+        rank=3,
+        couples=_BELOW_ONEDNN,
+        **shared,
         about="The same for oneDNN; mkldnn.matmul, mkldnn.conv and mkldnn.rnn inherit it.",
         trap="torch's attribute reads this level and sets the general one (fp32_precision); here "
         "it sets this level.",
-    )  # fmt: skip
+    )
 
 
 def _precision(
@@ -154,9 +174,16 @@ def _precision(
             write(value)
 
     return knob(
-        name, get, write, about, allowed=allowed, verify=verify, settle=settle, touches=touches,
+        name,
+        get,
+        write,
+        about,
+        allowed=allowed,
+        verify=verify,
+        settle=settle,
+        touches=touches,
         **facts,
-    )  # fmt: skip
+    )
 
 
 def _operators() -> Iterator[Access]:
@@ -171,29 +198,38 @@ def _operators() -> Iterator[Access]:
             trap=_MIXING if operator == "matmul" else f"{_MIXING} {_YIELDS}",
         )  # fmt: skip
         yield _precision(
-            f"mkldnn.{operator}.fp32_precision", "mkldnn", operator, _ONEDNN, rank=4, type="str",
-            about=f"What float32 {what} are computed in by oneDNN; none inherits.", since="2.9",
-        )  # fmt: skip
+            f"mkldnn.{operator}.fp32_precision",
+            "mkldnn",
+            operator,
+            _ONEDNN,
+            rank=4,
+            type="str",
+            about=f"What float32 {what} are computed in by oneDNN; none inherits.",
+            since="2.9",
+        )
 
 
 def _reductions() -> Iterator[Access]:
     for dtype in ("fp16", "bf16"):
         yield from _reduction(dtype, ReductionCells(dtype))
     yield knob(
-        "cuda.matmul.allow_fp16_accumulation", *switch("cuda.matmul.allow_fp16_accumulation"),
+        "cuda.matmul.allow_fp16_accumulation",
+        *switch("cuda.matmul.allow_fp16_accumulation"),
         "Whether float16 products may be accumulated in float16: faster on some GPUs, coarse.",
-    )  # fmt: skip
+    )
     yield knob(
         "cuda.matmul.prefer_cublaslt_grouped_gemm",
         *switch("cuda.matmul.prefer_cublaslt_grouped_gemm"),
-        "Whether products of groups of matrices prefer cuBLASLt.", since="2.15",
-    )  # fmt: skip
+        "Whether products of groups of matrices prefer cuBLASLt.",
+        since="2.15",
+    )
     yield knob(
         "cpu.allow_fp16_reduced_precision_reduction",
         *switch("cpu.allow_fp16_reduced_precision_reduction"),
-        "Whether the CPU may sum float16 products in float16 (ARM).", lacks=_no_fp16_sums,
+        "Whether the CPU may sum float16 products in float16 (ARM).",
+        lacks=_no_fp16_sums,
         where=setter_of("cpu.allow_fp16_reduced_precision_reduction"),
-    )  # fmt: skip
+    )
 
 
 def _no_fp16_sums(value: bool | None = None) -> str:
@@ -212,15 +248,23 @@ def _reduction(dtype: str, cells: ReductionCells) -> Iterator[Access]:
 
     both = (cells.cell("allow"), cells.cell("split"))
     yield knob(
-        stem, lambda: cells.pair()[0], allow, touches=both, rank=5, couples=(f"{stem}_split_k",),
+        stem,
+        lambda: cells.pair()[0],
+        allow,
+        touches=both,
+        rank=5,
+        couples=(f"{stem}_split_k",),
         about=f"Whether partial sums of {dtype} products may be added up in {dtype}.",
-    )  # fmt: skip
+    )
     pairs = isinstance(cells._get(), tuple)
     yield knob(
         f"{stem}_split_k",
-        (lambda: cells.pair()[1]) if pairs else ABSENT, split if pairs else ABSENT,
+        (lambda: cells.pair()[1]) if pairs else ABSENT,
+        split if pairs else ABSENT,
         about=f"Whether {dtype} products may be split along the summed dim; off only while "
         "reduced precision is off too.",
-        touches=both, rank=6, since="2.10",
+        touches=both,
+        rank=6,
+        since="2.10",
         where=f"torch.backends.{stem} = (allow, split_k)",
-    )  # fmt: skip
+    )

@@ -141,6 +141,4 @@ def _lowering() -> list[str]:
 
 _REMARKS = {"deterministic": _unrepeatable, "fastest": list, "full_precision": _lowering}
 
-PRESETS = {
-    "deterministic": deterministic, "fastest": fastest, "full_precision": full_precision,
-}  # fmt: skip
+PRESETS = {"deterministic": deterministic, "fastest": fastest, "full_precision": full_precision}

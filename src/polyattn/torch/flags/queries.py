@@ -23,6 +23,7 @@ def queries() -> Iterator[Access]:
     yield from _build()
     yield from _libraries()
     yield from _gpu_libraries()
+    yield from _gpu_attention()
     yield from _attention_functions()
     yield from _functions_of_parts()
     yield from _functions_of_python_native()
@@ -34,32 +35,42 @@ def queries() -> Iterator[Access]:
 
 def _build() -> Iterator[Access]:
     yield query(
-        "version", lambda: str(torch.__version__), "Torch's version.", type="str",
+        "version",
+        lambda: str(torch.__version__),
+        "Torch's version.",
+        type="str",
         where="torch.__version__",
-    )  # fmt: skip
+    )
     yield query("build", build, "What torch was built for.", type="str", where="torch.version")
     yield query(
-        "cpu.get_cpu_capability", torch.backends.cpu.get_cpu_capability,
-        "The widest instruction set that torch's own CPU kernels use here.", type="str",
+        "cpu.get_cpu_capability",
+        torch.backends.cpu.get_cpu_capability,
+        "The widest instruction set that torch's own CPU kernels use here.",
+        type="str",
         aliases=("cpu.cpu_capability", "cpu.capability"),
-    )  # fmt: skip
+    )
     yield query(
-        "cuda.is_built", torch.backends.cuda.is_built,
+        "cuda.is_built",
+        torch.backends.cuda.is_built,
         "Whether torch was built for CUDA (or ROCm); a device is another matter.",
-    )  # fmt: skip
+    )
 
 
 def _libraries() -> Iterator[Access]:
     backends = torch.backends
     yield query("mkl.is_available", backends.mkl.is_available, "Whether torch was built with MKL.")
     yield query(
-        "mkldnn.is_available", fact("mkldnn.is_available"), "Whether torch was built with oneDNN.",
+        "mkldnn.is_available",
+        fact("mkldnn.is_available"),
+        "Whether torch was built with oneDNN.",
         where="torch.backends.mkldnn.is_available",
-    )  # fmt: skip
+    )
     yield query(
-        "mkldnn.is_acl_available", fact("mkldnn.is_acl_available"),
-        "Whether torch was built with oneDNN on Arm's compute library.", since="2.10",
-    )  # fmt: skip
+        "mkldnn.is_acl_available",
+        fact("mkldnn.is_acl_available"),
+        "Whether torch was built with oneDNN on Arm's compute library.",
+        since="2.10",
+    )
     yield query(
         "openmp.is_available", backends.openmp.is_available, "Whether torch was built with OpenMP."
     )
@@ -74,18 +85,21 @@ def _libraries() -> Iterator[Access]:
         "Whether torch was built with KleidiAI.",
     )
     yield query(
-        "xnnpack.enabled", fact("xnnpack.enabled"), "Whether torch was built with XNNPACK.",
+        "xnnpack.enabled",
+        fact("xnnpack.enabled"),
+        "Whether torch was built with XNNPACK.",
         why_fixed="torch allows no assignment",
-    )  # fmt: skip
+    )
     yield from _package_and_engines()
 
 
 def _package_and_engines() -> Iterator[Access]:
     backends = torch.backends
     yield query(
-        "opt_einsum.is_available", backends.opt_einsum.is_available,
+        "opt_einsum.is_available",
+        backends.opt_einsum.is_available,
         "Whether the package opt_einsum is installed.",
-    )  # fmt: skip
+    )
     yield query(
         "opt_einsum.get_opt_einsum",
         _opt_einsum,
@@ -93,10 +107,12 @@ def _package_and_engines() -> Iterator[Access]:
         type="str",
     )
     yield query(
-        "quantized.supported_engines", lambda: sorted(backends.quantized.supported_engines),
-        "The engines of quantized operators in this build.", type="list",
+        "quantized.supported_engines",
+        lambda: sorted(backends.quantized.supported_engines),
+        "The engines of quantized operators in this build.",
+        type="list",
         why_fixed="torch allows no assignment",
-    )  # fmt: skip
+    )
     yield query("mps.is_built", backends.mps.is_built, "Whether torch was built for Apple's Metal.")
     yield query("mps.is_available", backends.mps.is_available, "Whether a Metal device is there.")
 
@@ -109,14 +125,18 @@ def _opt_einsum() -> str | None:
 def _gpu_libraries() -> Iterator[Access]:
     backends = torch.backends
     yield query(
-        "cudnn.is_available", fact("cudnn.is_available"),
+        "cudnn.is_available",
+        fact("cudnn.is_available"),
         "Whether torch was built with cuDNN (or MIOpen).",
         where="torch.backends.cudnn.is_available",
-    )  # fmt: skip
+    )
     yield query(
-        "cudnn.version", _cudnn_version, "The version of cuDNN.", type="int",
+        "cudnn.version",
+        _cudnn_version,
+        "The version of cuDNN.",
+        type="int",
         where="torch.backends.cudnn.version",
-    )  # fmt: skip
+    )
     yield query(
         "cusparselt.is_available",
         fact("cusparselt.is_available"),
@@ -126,24 +146,35 @@ def _gpu_libraries() -> Iterator[Access]:
         "cusparselt.version", backends.cusparselt.version, "The version of cuSPARSELt.", type="int"
     )
     yield query(
-        "cusparselt.get_max_alg_id", backends.cusparselt.get_max_alg_id,
-        "The highest algorithm number of cuSPARSELt.", type="int",
-    )  # fmt: skip
+        "cusparselt.get_max_alg_id",
+        backends.cusparselt.get_max_alg_id,
+        "The highest algorithm number of cuSPARSELt.",
+        type="int",
+    )
+
+
+def _gpu_attention() -> Iterator[Access]:
     yield query(
-        "cuda.is_flash_attention_available", fact("cuda.is_flash_attention_available"),
+        "cuda.is_flash_attention_available",
+        fact("cuda.is_flash_attention_available"),
         "Whether torch was built with FlashAttention for CUDA.",
-    )  # fmt: skip
+    )
     yield query(
-        "cuda.is_ck_sdpa_available", fact("cuda.is_ck_sdpa_available"),
-        "Whether torch was built with composable kernels for attention (ROCm).", since="2.12",
-    )  # fmt: skip
+        "cuda.is_ck_sdpa_available",
+        fact("cuda.is_ck_sdpa_available"),
+        "Whether torch was built with composable kernels for attention (ROCm).",
+        since="2.12",
+    )
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     yield query(
-        "nn.attention.current_flash_attention_impl", current or ABSENT,
-        "Which registered FlashAttention replaces torch's own; None: none.", type="str",
-        where="torch.nn.attention.current_flash_attention_impl", since="2.11",
+        "nn.attention.current_flash_attention_impl",
+        current or ABSENT,
+        "Which registered FlashAttention replaces torch's own; None: none.",
+        type="str",
+        where="torch.nn.attention.current_flash_attention_impl",
+        since="2.11",
         why_fixed="torch.nn.attention.activate_flash_attention_impl changes it, for the process",
-    )  # fmt: skip
+    )
 
 
 def _cudnn_version() -> int | None:
@@ -159,17 +190,20 @@ def _attention_functions() -> Iterator[Access]:
             f"cuda.can_use_{name}_attention",
             f"Whether SDPA's {name} kernel can run a call; a CPU build says False, never why.",
             f"polyattn.torch.flags.can_use_{name}_attention, or {explain}",
-        )  # fmt: skip
+        )
     yield function("cuda.SDPAParams", "The call that can_use_* are asked about.", explain)
     yield function(
-        "cuda.sdp_kernel", "A scope that switches kernels off; switches others off unasked.",
-        "polyattn.use_backend(...), or cuda.*_sdp_enabled in a scope of flags", deprecated="2.3",
-    )  # fmt: skip
+        "cuda.sdp_kernel",
+        "A scope that switches kernels off; switches others off unasked.",
+        "polyattn.use_backend(...), or cuda.*_sdp_enabled in a scope of flags",
+        deprecated="2.3",
+    )
     yield function(
-        "nn.attention.sdpa_kernel", "A scope over SDPA's switches and order, process-wide.",
+        "nn.attention.sdpa_kernel",
+        "A scope over SDPA's switches and order, process-wide.",
         "polyattn.use_backend(...), or cuda.*_sdp_enabled and cuda.sdp_priority in flags(...)",
         where="torch.nn.attention.sdpa_kernel",
-    )  # fmt: skip
+    )
 
 
 _SCOPES = {
@@ -186,55 +220,69 @@ def _functions_of_parts() -> Iterator[Access]:
     for part, knobs in _SCOPES.items():
         for name in ("flags", "set_flags"):
             yield function(
-                f"{part}{name}", "Sets all of its knobs, those not named to defaults of its own.",
+                f"{part}{name}",
+                "Sets all of its knobs, those not named to defaults of its own.",
                 f"polyattn.torch.flags.flags(**{{...}}) over {', '.join(knobs)}",
-            )  # fmt: skip
+            )
 
 
 def _functions_of_python_native() -> Iterator[Access]:
     for name in (
-        "disable_operations", "enable_operations", "disable_dispatch_keys",
-        "enable_dispatch_keys", "operations_disabled",
-    ):  # fmt: skip
+        "disable_operations",
+        "enable_operations",
+        "disable_dispatch_keys",
+        "enable_dispatch_keys",
+        "operations_disabled",
+    ):
         yield function(
-            f"python_native.{name}", "Which of torch's own Triton and CuTe operators take part.",
-            "itself; python_native.disabled_operations shows how it stands", since="2.12",
-        )  # fmt: skip
+            f"python_native.{name}",
+            "Which of torch's own Triton and CuTe operators take part.",
+            "itself; python_native.disabled_operations shows how it stands",
+            since="2.12",
+        )
     for name, shown in (
         ("get_dsl_operations", "python_native.triton.operations and its fellows"),
         ("is_dsl_disabled", "python_native.triton.enabled and its fellows"),
         ("is_operation_disabled", "python_native.disabled_operations"),
-    ):  # fmt: skip
+    ):
         yield function(
-            f"python_native.{name}", "Answers about the operator, or the language, it is given.",
-            shown, since="2.12",
-        )  # fmt: skip
+            f"python_native.{name}",
+            "Answers about the operator, or the language, it is given.",
+            shown,
+            since="2.12",
+        )
 
 
 def _other_functions() -> Iterator[Access]:
     yield function("cuda.cufft_plan_cache.clear", "Forgets a device's FFT plans.", "itself")
     yield function(
-        "cuda.blas_workspace_size", "The work space of the preferred BLAS.",
-        "cuda.cublas_workspace_size and cuda.cublaslt_workspace_size", since="2.13",
-    )  # fmt: skip
+        "cuda.blas_workspace_size",
+        "The work space of the preferred BLAS.",
+        "cuda.cublas_workspace_size and cuda.cublaslt_workspace_size",
+        since="2.13",
+    )
     for package in ("mkl", "mkldnn"):
         yield function(
-            f"{package}.verbose", "A scope in which the library prints what it runs; its end "
+            f"{package}.verbose",
+            "A scope in which the library prints what it runs; its end "
             "always switches that off, and nothing can read it, so scopes here cannot hold it.",
             "itself",
-        )  # fmt: skip
+        )
     yield function(
-        "xeon.run_cpu", "A program that starts others with cores and memory bound to them.",
+        "xeon.run_cpu",
+        "A program that starts others with cores and memory bound to them.",
         "python -m torch.backends.xeon.run_cpu",
-    )  # fmt: skip
+    )
     yield function(
-        "xeon.run_cpu.create_args", "Gives a parser the options of that program.",
+        "xeon.run_cpu.create_args",
+        "Gives a parser the options of that program.",
         "python -m torch.backends.xeon.run_cpu --help",
-    )  # fmt: skip
+    )
     yield function(
-        "disable_global_flags", "Freezes the attributes of cudnn, mkldnn, opt_einsum and miopen "
-        "for good.", "itself",
-    )  # fmt: skip
+        "disable_global_flags",
+        "Freezes the attributes of cudnn, mkldnn, opt_einsum and miopen for good.",
+        "itself",
+    )
     for name in ("is_macos_or_newer", "is_macos13_or_newer", "get_name", "get_core_count"):
         yield function(f"mps.{name}", "Asks the Mac that it runs on.", "itself")
 
@@ -266,11 +314,14 @@ def _native_filters() -> Iterator[Access]:
     """What python_native's functions have switched off, by operator and by dispatch key."""
     for name in ("disabled_operations", "disabled_dispatch_keys"):
         yield query(
-            f"python_native.{name}", filter_state(name),
-            "What is switched off of torch's own Triton and CuTe operators.", type="list",
+            f"python_native.{name}",
+            filter_state(name),
+            "What is switched off of torch's own Triton and CuTe operators.",
+            type="list",
             where=f"torch.backends.python_native.{name.replace('disabled', 'disable')}",
-            since="2.12", why_fixed="torch.backends.python_native's functions change it",
-        )  # fmt: skip
+            since="2.12",
+            why_fixed="torch.backends.python_native's functions change it",
+        )
 
 
 def _native_languages() -> Iterator[Access]:
@@ -279,26 +330,37 @@ def _native_languages() -> Iterator[Access]:
     for name, about in (
         ("all_dsls", "The languages that torch's own operators are written in."),
         ("available_dsls", "Those of them whose compilers are here."),
-    ):  # fmt: skip
+    ):
         yield query(
-            f"python_native.{name}", partial(_listed, module, name) if module else "", about,
-            type="list", since="2.12",
-        )  # fmt: skip
+            f"python_native.{name}",
+            partial(_listed, module, name) if module else "",
+            about,
+            type="list",
+            since="2.12",
+        )
     for name in dict.fromkeys(["triton", "cutedsl", *(module.all_dsls if module else ())]):
         part = f"python_native.{name}"
         yield query(
-            f"{part}.available", partial(_of_language, module, name, "available") if module else "",
-            f"Whether the compiler of {name} is here.", since="2.12",
-        )  # fmt: skip
+            f"{part}.available",
+            partial(_of_language, module, name, "available") if module else "",
+            f"Whether the compiler of {name} is here.",
+            since="2.12",
+        )
         yield query(
-            f"{part}.version", partial(_of_language, module, name, "version") if module else "",
-            f"The version of {name}; null without it.", type="str", since="2.12",
-        )  # fmt: skip
+            f"{part}.version",
+            partial(_of_language, module, name, "version") if module else "",
+            f"The version of {name}; null without it.",
+            type="str",
+            since="2.12",
+        )
         yield query(
-            f"{part}.operations", partial(_operations, module, name) if module else "",
-            f"Torch's operators that are written in {name}.", type="list", since="2.12",
+            f"{part}.operations",
+            partial(_operations, module, name) if module else "",
+            f"Torch's operators that are written in {name}.",
+            type="list",
+            since="2.12",
             where=f"torch.backends.python_native.get_dsl_operations({name!r})",
-        )  # fmt: skip
+        )
 
 
 def _listed(module: Any, name: str) -> list[str]:
@@ -317,9 +379,13 @@ def _operations(module: Any, name: str) -> list[str]:
 def _environment() -> Iterator[Access]:
     for name, about in ENVIRONMENT.items():
         yield query(
-            f"env.{name}", _variable(name), about, type="str", where=f"environment variable {name}",
+            f"env.{name}",
+            _variable(name),
+            about,
+            type="str",
+            where=f"environment variable {name}",
             why_fixed="its library reads it when it starts; set it before the program starts",
-        )  # fmt: skip
+        )
 
 
 def _variable(name: str) -> Callable[[], Any]:

@@ -11,12 +11,7 @@ import torch.utils.deterministic
 
 from polyattn.knobs.cells import Access
 from polyattn.torch.flags.declare import knob, query
-from polyattn.torch.flags.state import (
-    DETERMINISM,
-    THREADS,
-    inductor_deterministic,
-    put_inductor,
-)  # fmt: skip
+from polyattn.torch.flags.state import DETERMINISM, THREADS, inductor_deterministic, put_inductor
 from polyattn.torch.internals import INDUCTOR_CONFIG
 from polyattn.torch.internals.switches import ABSENT, set_grad_enabled, set_sparse_checks, switch
 
@@ -45,20 +40,27 @@ def _determinism() -> Iterator[Access]:
         trap="On CUDA some matrix products need env.CUBLAS_WORKSPACE_CONFIG=:4096:8 as well.",
     )  # fmt: skip
     yield knob(
-        "_inductor.config.deterministic", inductor_deterministic if switched else ABSENT,
+        "_inductor.config.deterministic",
+        inductor_deterministic if switched else ABSENT,
         put_inductor if switched else ABSENT,
-        "Inductor's own switch: no measuring that could change results.", per_thread=True,
-        where=f"{INDUCTOR_CONFIG}.deterministic", touches=(inductor,), rank=3, since="2.10",
-    )  # fmt: skip
+        "Inductor's own switch: no measuring that could change results.",
+        per_thread=True,
+        where=f"{INDUCTOR_CONFIG}.deterministic",
+        touches=(inductor,),
+        rank=3,
+        since="2.10",
+    )
     yield knob(
         "deterministic_algorithms_warn_only",
         torch.is_deterministic_algorithms_warn_only_enabled,
         lambda value: DETERMINISM.write({"warn_only": value}),
         "Whether deterministic_algorithms warns instead of raising.",
-        where="torch.use_deterministic_algorithms(warn_only=...)", touches=(warn,), rank=2,
+        where="torch.use_deterministic_algorithms(warn_only=...)",
+        touches=(warn,),
+        rank=2,
         couples=("deterministic_debug_mode",),
         aliases=("is_deterministic_algorithms_warn_only_enabled",),
-    )  # fmt: skip
+    )
     yield from _deterministic_rest()
 
 
@@ -78,7 +80,7 @@ def _deterministic_rest() -> Iterator[Access]:
         "Whether torch.empty is filled while deterministic_algorithms is on.",
         where="torch.utils.deterministic.fill_uninitialized_memory",
         aliases=("deterministic.fill_uninitialized_memory", "fill_uninitialized_memory"),
-    )  # fmt: skip
+    )
 
 
 def _deterministic(value: bool) -> None:
@@ -101,18 +103,24 @@ def _threads() -> Iterator[Access]:
         "that has already used torch keeps its own.",
     )  # fmt: skip
     yield query(
-        "num_interop_threads", torch.get_num_interop_threads,
-        "How many threads run operations side by side.", type="int",
+        "num_interop_threads",
+        torch.get_num_interop_threads,
+        "How many threads run operations side by side.",
+        type="int",
         where="torch.set_num_interop_threads",
         why_fixed="torch takes it once, before any parallel work, and cannot take it back: call "
         "torch.set_num_interop_threads first of all",
-    )  # fmt: skip
+    )
     yield knob(
-        "flush_denormal", _flushes, torch.set_flush_denormal,
-        "Whether the CPU treats denormal numbers as zero.", per_thread=True,
-        where="torch.set_flush_denormal", verify=lambda value: _flushes() == value,
+        "flush_denormal",
+        _flushes,
+        torch.set_flush_denormal,
+        "Whether the CPU treats denormal numbers as zero.",
+        per_thread=True,
+        where="torch.set_flush_denormal",
+        verify=lambda value: _flushes() == value,
         trap="Torch cannot read it; it is seen here by dividing the smallest normal number.",
-    )  # fmt: skip
+    )
 
 
 def _flushes() -> bool:
@@ -122,28 +130,38 @@ def _flushes() -> bool:
 
 def _numbers() -> Iterator[Access]:
     yield knob(
-        "default_dtype", lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        "default_dtype",
+        lambda: str(torch.get_default_dtype()).removeprefix("torch."),
         lambda value: torch.set_default_dtype(getattr(torch, value)),
-        "The dtype of new floating-point tensors.", type="str",
-        allowed=("float32", "float64", "float16", "bfloat16"), convert=_dtype,
+        "The dtype of new floating-point tensors.",
+        type="str",
+        allowed=("float32", "float64", "float16", "bfloat16"),
+        convert=_dtype,
         where="torch.set_default_dtype",
-    )  # fmt: skip
+    )
     yield query(
-        "default_device", lambda: str(torch.get_default_device()), "Where new tensors are made.",
-        type="str", where="torch.set_default_device", per_thread=True,
+        "default_device",
+        lambda: str(torch.get_default_device()),
+        "Where new tensors are made.",
+        type="str",
+        where="torch.set_default_device",
+        per_thread=True,
         why_fixed="use `with torch.device(...)`, which is a scope of the thread",
-    )  # fmt: skip
+    )
     yield knob(
         "sparse.check_sparse_tensor_invariants",
         torch.sparse.check_sparse_tensor_invariants.is_enabled,
         set_sparse_checks,
         "Whether new sparse tensors are checked.",
         where="torch.sparse.check_sparse_tensor_invariants",
-    )  # fmt: skip
+    )
     yield knob(
-        "warn_always", torch.is_warn_always_enabled, torch.set_warn_always,
-        "Whether torch repeats warnings that it gives once.", where="torch.set_warn_always",
-    )  # fmt: skip
+        "warn_always",
+        torch.is_warn_always_enabled,
+        torch.set_warn_always,
+        "Whether torch repeats warnings that it gives once.",
+        where="torch.set_warn_always",
+    )
 
 
 def _dtype(value: Any) -> Any:
@@ -156,44 +174,62 @@ def _autocast_dtype(device: str) -> str:
 
 def _gradients() -> Iterator[Access]:
     yield knob(
-        "grad_enabled", torch.is_grad_enabled, set_grad_enabled,
-        "Whether operations are recorded for gradients.", where="torch.set_grad_enabled",
+        "grad_enabled",
+        torch.is_grad_enabled,
+        set_grad_enabled,
+        "Whether operations are recorded for gradients.",
+        where="torch.set_grad_enabled",
         per_thread=True,
-    )  # fmt: skip
+    )
     yield query(
-        "inference_mode", torch.is_inference_mode_enabled,
-        "Whether new tensors are for inference only.", where="torch.inference_mode",
-        per_thread=True, why_fixed="use `with torch.inference_mode():`",
-    )  # fmt: skip
+        "inference_mode",
+        torch.is_inference_mode_enabled,
+        "Whether new tensors are for inference only.",
+        where="torch.inference_mode",
+        per_thread=True,
+        why_fixed="use `with torch.inference_mode():`",
+    )
     yield knob(
-        "autograd.multithreading_enabled", *switch("autograd.multithreading_enabled"),
+        "autograd.multithreading_enabled",
+        *switch("autograd.multithreading_enabled"),
         "Whether backward passes use a thread for each device.",
-        where="torch.autograd.set_multithreading_enabled", per_thread=True,
-    )  # fmt: skip
+        where="torch.autograd.set_multithreading_enabled",
+        per_thread=True,
+    )
     yield knob(
-        "autograd.anomaly_enabled", torch.is_anomaly_enabled,
+        "autograd.anomaly_enabled",
+        torch.is_anomaly_enabled,
         lambda value: torch.set_anomaly_enabled(value, torch.is_anomaly_check_nan_enabled()),
         "Whether a backward pass says which forward operation it belongs to.",
         where="torch.autograd.set_detect_anomaly",
-    )  # fmt: skip
+    )
 
 
 def _autocast() -> Iterator[Access]:
     instead = "use `with torch.autocast(...)`, which also empties its cache of cast weights"
     for device in ("cpu", "cuda"):
         yield query(
-            f"autocast.{device}.enabled", partial(torch.is_autocast_enabled, device),
-            f"Whether autocast is on for {device}.", where="torch.autocast", per_thread=True,
+            f"autocast.{device}.enabled",
+            partial(torch.is_autocast_enabled, device),
+            f"Whether autocast is on for {device}.",
+            where="torch.autocast",
+            per_thread=True,
             why_fixed=instead,
-        )  # fmt: skip
+        )
         yield query(
             f"autocast.{device}.dtype",
             partial(_autocast_dtype, device),
-            f"What autocast casts to on {device}.", type="str", where="torch.autocast",
-            per_thread=True, why_fixed=instead,
-        )  # fmt: skip
+            f"What autocast casts to on {device}.",
+            type="str",
+            where="torch.autocast",
+            per_thread=True,
+            why_fixed=instead,
+        )
     yield query(
-        "autocast.cache_enabled", torch.is_autocast_cache_enabled,
-        "Whether autocast keeps cast weights.", where="torch.autocast", per_thread=True,
+        "autocast.cache_enabled",
+        torch.is_autocast_cache_enabled,
+        "Whether autocast keeps cast weights.",
+        where="torch.autocast",
+        per_thread=True,
         why_fixed=instead,
-    )  # fmt: skip
+    )

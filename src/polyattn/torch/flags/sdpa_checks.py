@@ -114,8 +114,12 @@ def faults(call: SdpaCall) -> Iterator[Reason]:
         yield from _mask_or_causal(call)
     mask = call.mask
     if mask is not None and mask.dtype not in ("bool", "float32", call.query.dtype):
-        yield Reason("mask", f"an attn_mask of {mask.dtype} beside {call.query.dtype}",
-                     f"bool, float32 or {call.query.dtype}", "cast the mask")  # fmt: skip
+        yield Reason(
+            "mask",
+            f"an attn_mask of {mask.dtype} beside {call.query.dtype}",
+            f"bool, float32 or {call.query.dtype}",
+            "cast the mask",
+        )
     if mask is not None and mask.device != call.query.device:
         yield Reason("mask", f"an attn_mask on {mask.device}", call.query.device, "move the mask")
     keys, values_ = call.key.size(-2), call.value.size(-2)
@@ -138,8 +142,9 @@ def _flash_cpu(call: SdpaCall) -> Iterator[Reason]:
     yield from _mask_shape(call)
     sizes = [x.size(-1) for _, x in call.inputs]
     if len(set(sizes)) > 1:
-        yield Reason("value dim" if sizes[0] == sizes[1] else "head dim", _head_dims(call),
-                     "equal ones")  # fmt: skip
+        yield Reason(
+            "value dim" if sizes[0] == sizes[1] else "head dim", _head_dims(call), "equal ones"
+        )
     yield from _lengths(call)
     yield from _strides(call, singleton=False, mask=False)
 
@@ -151,8 +156,9 @@ def _flash_cuda(call: SdpaCall) -> Iterator[Reason]:
         yield Reason("mask", "an attn_mask", "is_causal or no mask", "ask sdpa_efficient")
     sizes = [x.size(-1) for _, x in call.inputs]
     if len(set(sizes)) > 1:
-        yield Reason("value dim" if sizes[0] == sizes[1] else "head dim", _head_dims(call),
-                     "equal ones")  # fmt: skip
+        yield Reason(
+            "value dim" if sizes[0] == sizes[1] else "head dim", _head_dims(call), "equal ones"
+        )
     wide = sizes[0] or 0
     if wide > 256:
         yield Reason("head dim", str(wide), "at most 256")
@@ -174,14 +180,22 @@ def _efficient(call: SdpaCall) -> Iterator[Reason]:
     step = 8 if half and call.sm >= 70 else 4 if call.sm >= 80 else 1
     sizes = [x.size(-1) or 0 for _, x in call.inputs]
     if sizes[0] != sizes[1] or any(size < 1 or size % step for size in sizes):
-        yield Reason("head dim", _head_dims(call), f"multiples of {step}, query and key alike",
-                     "pad the heads")  # fmt: skip
+        yield Reason(
+            "head dim",
+            _head_dims(call),
+            f"multiples of {step}, query and key alike",
+            "pad the heads",
+        )
     if call.query.dtype == "bfloat16" and call.sm < 80:
         yield Reason("dtype", f"bfloat16 on {call.arch}", "bfloat16 from sm_80")
     width = step * (2 if half else 4)
     if call.sm >= 80 and any(x.offset % width for _, x in call.inputs):
-        yield Reason("alignment", _each(call, lambda x: f"{x.offset % width} bytes off"),
-                     f"tensors that begin at multiples of {width} bytes", "clone them")  # fmt: skip
+        yield Reason(
+            "alignment",
+            _each(call, lambda x: f"{x.offset % width} bytes off"),
+            f"tensors that begin at multiples of {width} bytes",
+            "clone them",
+        )
     yield from _lengths(call)
     yield from _strides(call, singleton=False, mask=True)
     yield from _heads(call, grouped=False)
@@ -192,8 +206,11 @@ def _cudnn(call: SdpaCall) -> Iterator[Reason]:
     yield from _dense(call)
     yield from _four_dims(call)
     if call.deterministic:
-        yield Reason("determinism", "torch.use_deterministic_algorithms(True)",
-                     "no promise of bitwise equal results")  # fmt: skip
+        yield Reason(
+            "determinism",
+            "torch.use_deterministic_algorithms(True)",
+            "no promise of bitwise equal results",
+        )
     yield from _mask_shape(call)
     if call.dropout * 16 != int(call.dropout * 16):
         yield Reason("dropout", f"dropout_p={call.dropout}", "multiples of 1/16")
@@ -230,8 +247,12 @@ def _math(call: SdpaCall) -> Iterator[Reason]:
             return
     batch = _broadcast(*leads)
     if batch is None:
-        yield Reason("shapes", _shapes(call), "leading dims that broadcast",
-                     "" if call.gqa else "enable_gqa=True where heads are shared")  # fmt: skip
+        yield Reason(
+            "shapes",
+            _shapes(call),
+            "leading dims that broadcast",
+            "" if call.gqa else "enable_gqa=True where heads are shared",
+        )
     first = _broadcast(*leads[:2])
     lengths = call.query.size(-2), call.key.size(-2)
     if call.mask is None or first is None or None in lengths:
@@ -276,8 +297,12 @@ def _heads(call: SdpaCall, *, grouped: bool, apart: bool = False) -> Iterator[Re
     if not (call.gqa and grouped):
         shared = _SINCE_2_15 and k == v == 1 and call.key.device.startswith("cpu")
         if not n == k == v and not shared:
-            yield Reason("GQA", f"heads {n}, {k}, {v}", "as many key/value as query heads",
-                         "enable_gqa=True" if grouped else "repeat them")  # fmt: skip
+            yield Reason(
+                "GQA",
+                f"heads {n}, {k}, {v}",
+                "as many key/value as query heads",
+                "enable_gqa=True" if grouped else "repeat them",
+            )
     elif k != v and not apart:
         yield Reason("GQA", f"{k} key and {v} value heads", "as many of both")
     elif not k or not v or n % k or n % v:
@@ -291,16 +316,20 @@ def _mask_shape(call: SdpaCall) -> Iterator[Reason]:
     if mask is None:
         return
     if call.mask_grad:
-        yield Reason("bias gradient", "an attn_mask that needs a gradient",
-                     "masks without gradient")  # fmt: skip
+        yield Reason(
+            "bias gradient", "an attn_mask that needs a gradient", "masks without gradient"
+        )
     if any(x.rank != 4 for _, x in call.inputs):
         return
     (b, n, t, _), s = call.query.shape, call.key.shape[2]
     full = (b, n, t, s)
     pairs = zip(mask.shape, full[-mask.rank :], strict=True) if mask.rank in (2, 4) else ()
     if mask.rank not in (2, 4) or any(m not in (1, f) for m, f in pairs):
-        yield Reason("mask", f"an attn_mask of shape {mask.shape}",
-                     f"({t}|1, {s}|1) or ({b}|1, {n}|1, {t}|1, {s}|1)")  # fmt: skip
+        yield Reason(
+            "mask",
+            f"an attn_mask of shape {mask.shape}",
+            f"({t}|1, {s}|1) or ({b}|1, {n}|1, {t}|1, {s}|1)",
+        )
 
 
 def _mask_broadcasts(call: SdpaCall) -> Iterator[Reason]:
@@ -327,11 +356,13 @@ def _strides(call: SdpaCall, *, singleton: bool, mask: bool) -> Iterator[Reason]
     one = all(x.stride == 1 for _, x in call.inputs)
     one = one or (singleton and call.query.size(-1) == 1)
     if not one:
-        yield Reason("strides", _each(call, lambda x: x.stride), "contiguous last dims",
-                     "call contiguous()")  # fmt: skip
+        yield Reason(
+            "strides", _each(call, lambda x: x.stride), "contiguous last dims", "call contiguous()"
+        )
     if mask and call.mask is not None and call.mask.stride != 1:
-        yield Reason("strides", f"attn_mask {call.mask.stride}", "contiguous last dims",
-                     "call contiguous()")  # fmt: skip
+        yield Reason(
+            "strides", f"attn_mask {call.mask.stride}", "contiguous last dims", "call contiguous()"
+        )
 
 
 def _repeated(leads: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], str]:

@@ -11,11 +11,7 @@ import torch
 from polyattn import settings
 from polyattn.knobs.cells import Cells
 from polyattn.torch.internals import inductor_config, is_deterministic
-from polyattn.torch.internals.switches import (
-    deterministic_warn_only,
-    reductions,
-    set_deterministic,
-)
+from polyattn.torch.internals.switches import deterministic_warn_only, reductions, set_deterministic
 
 __all__ = [
     "DETERMINISM", "OPT_EINSUM", "THREADS", "DeterminismCells", "OptEinsumCells", "ReductionCells",
@@ -108,8 +104,9 @@ class ThreadCells(Cells):
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         reads: dict[str, Callable[[], int]] = {
-            "own": torch.get_num_threads, "later": lambda: _elsewhere(torch.get_num_threads),
-        }  # fmt: skip
+            "own": torch.get_num_threads,
+            "later": lambda: _elsewhere(torch.get_num_threads),
+        }
         return {name: reads[name]() for name in names}
 
     def write(self, values: Mapping[str, Any]) -> None:

@@ -69,10 +69,14 @@ def _as_params(params: Any) -> Any:
     if isinstance(params, kind):
         return params
     return kind(
-        params.query, params.key, params.value, getattr(params, "attn_mask", None),
-        float(getattr(params, "dropout", 0.0)), bool(getattr(params, "is_causal", False)),
+        params.query,
+        params.key,
+        params.value,
+        getattr(params, "attn_mask", None),
+        float(getattr(params, "dropout", 0.0)),
+        bool(getattr(params, "is_causal", False)),
         bool(getattr(params, "enable_gqa", False)),
-    )  # fmt: skip
+    )
 
 
 def _asked(query: Callable[[Any, bool], bool], params: Any) -> list[Reason]:

@@ -14,9 +14,7 @@ The getters and setters behind knobs are in `polyattn.torch.internals.switches`.
 
 from __future__ import annotations
 
-from polyattn.torch.internals.checkpoints import (
-    checkpointed_regions,
-)
+from polyattn.torch.internals.checkpoints import checkpointed_regions
 from polyattn.torch.internals.compiling import (
     DYNAMO_CONFIG,
     INDUCTOR_CONFIG,
@@ -55,11 +53,7 @@ from polyattn.torch.internals.differentiation import (
     legacy_batch_together,
     may_carry_tangents,
 )
-from polyattn.torch.internals.memory import (
-    address_of,
-    is_lazy_copy,
-    is_zero_tensor,
-)
+from polyattn.torch.internals.memory import address_of, is_lazy_copy, is_zero_tensor
 from polyattn.torch.internals.modules import (
     call_code,
     children_of,
@@ -84,11 +78,7 @@ from polyattn.torch.internals.operators import (
     replace_operator,
     torch_sdpa,
 )
-from polyattn.torch.internals.rows import (
-    LOOKED_AT,
-    ROWS,
-    Private,
-)
+from polyattn.torch.internals.rows import LOOKED_AT, ROWS, Private
 from polyattn.torch.internals.state import (
     are_overrides_on,
     are_transforms_active,

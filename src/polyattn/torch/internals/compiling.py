@@ -200,9 +200,7 @@ def tensor_guards() -> Any:
 
 _effect = deferred("torch._higher_order_ops.effects._EffectType", "as without the next", None)
 _register_effect = deferred(
-    "torch._higher_order_ops.effects._register_effectful_op",
-    "recorders see eager calls only",
-    None,
+    "torch._higher_order_ops.effects._register_effectful_op", "recorders see eager calls only", None
 )
 
 

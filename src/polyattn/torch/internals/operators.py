@@ -86,7 +86,8 @@ flash_attention_for_cpu: Callable[..., Any] = private(
 _cuda = torch.backends.cuda
 is_allowed: dict[str, Callable[[], bool]] = {
     "sdpa_flash": private(
-        "torch._C._get_flash_sdp_enabled", "torch.backends.cuda.flash_sdp_enabled() is called",
+        "torch._C._get_flash_sdp_enabled",
+        "torch.backends.cuda.flash_sdp_enabled() is called",
         _cuda.flash_sdp_enabled,
     ),
     "sdpa_efficient": private(
@@ -95,14 +96,16 @@ is_allowed: dict[str, Callable[[], bool]] = {
         _cuda.mem_efficient_sdp_enabled,
     ),
     "sdpa_cudnn": private(
-        "torch._C._get_cudnn_sdp_enabled", "torch.backends.cuda.cudnn_sdp_enabled() is called",
+        "torch._C._get_cudnn_sdp_enabled",
+        "torch.backends.cuda.cudnn_sdp_enabled() is called",
         _cuda.cudnn_sdp_enabled,
     ),
     "sdpa_math": private(
-        "torch._C._get_math_sdp_enabled", "torch.backends.cuda.math_sdp_enabled() is called",
+        "torch._C._get_math_sdp_enabled",
+        "torch.backends.cuda.math_sdp_enabled() is called",
         _cuda.math_sdp_enabled,
     ),
-}  # fmt: skip
+}
 """By backend: whether the program allows torch's SDPA the kernel."""
 
 can_use: dict[str, Callable[[Any, bool], bool]] = {

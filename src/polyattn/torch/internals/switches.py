@@ -174,9 +174,11 @@ _filter_state = _found("torch.backends.python_native._get_filter_state", seen=_N
 _FILTERED = {"disabled_operations": "_op_symbols", "disabled_dispatch_keys": "_dispatch_keys"}
 for _name in _FILTERED.values():
     noted(
-        f"torch.backends.python_native._get_filter_state.{_name}", _KNOB, seen=_NEW,
+        f"torch.backends.python_native._get_filter_state.{_name}",
+        _KNOB,
+        seen=_NEW,
         sample=lambda: None if _filter_state == ABSENT else _filter_state(),
-    )  # fmt: skip
+    )
 
 
 def filter_state(name: str) -> Callable[[], list[str]] | str:

@@ -17,10 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from polyattn.torch.internals import (
-    are_transforms_active,
-    tracing_state,
-)
+from polyattn.torch.internals import are_transforms_active, tracing_state
 from polyattn.torch.kit.masking import Visible, is_traced_by_proxies
 
 __all__ = ["hide", "holds_nan", "is_readable", "mend", "zero_empty"]

@@ -233,11 +233,13 @@ class Walk:
         """Calls of the port that were not compared, since the last that agreed."""
         since = after.at if after is not None else -math.inf
         return [
-            one for one in self.b.frames
-            if since < one.last <= event.at and one is not event.call.b
+            one
+            for one in self.b.frames
+            if since < one.last <= event.at
+            and one is not event.call.b
             and (scope is None or one.within(scope))
             and (one not in self._of or not self._of[one].outs.compared)
-        ]  # fmt: skip
+        ]
 
     def _lacking(self, after: Event | None, event: Event) -> tuple[str, ...]:
         """Modules of the reference without a counterpart that ran meanwhile."""

@@ -120,12 +120,11 @@ class _Comparison:
             rows=rows_of(a, b, calls, culprit, blamed, {(o.module, o.call) for o in walk.further}),
             guards={guard.name: guard for guard in found},
             coverage=self._coverage(calls, counted),
-            notes=tuple(
-                self._notes(notes, calls, walk, floor, thresholds, isolated)
-            ),
+            notes=tuple(self._notes(notes, calls, walk, floor, thresholds, isolated)),
             reasons=tuple(reasons) if culprit is None else (),
-            reference=_path(a.trace), port=_path(b.trace),
-        )  # fmt: skip
+            reference=_path(a.trace),
+            port=_path(b.trace),
+        )
 
     def _parameter(self, found: Sequence[Difference], calls: Sequence[Called]) -> Culprit | None:
         """The first weight that differs, unless another place of its values is without effect."""
@@ -146,9 +145,13 @@ class _Comparison:
         return None
 
     def _reasons(
-        self, calls: Sequence[Called], walk: Walk, steps: Guard, unsteady: Sequence[str],
+        self,
+        calls: Sequence[Called],
+        walk: Walk,
+        steps: Guard,
+        unsteady: Sequence[str],
         weights: int,
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         """Why it cannot be said whether the two are the same."""
         found = []
         events = [event for call in calls for event in call.events()]
@@ -203,15 +206,23 @@ class _Comparison:
         done = {c.match.b.name: c for c in calls if c.ins.compared or c.outs.compared}
         ours = {call.match.a.name for call in done.values()}
         return Coverage(
-            len(done), len(self.a.called()), len(self.b.called()),
+            len(done),
+            len(self.a.called()),
+            len(self.b.called()),
             tuple(m.name for m in self.a.called() if m.name not in ours),
-            tuple(m.name for m in self.b.called() if m.name not in done), weights,
-        )  # fmt: skip
+            tuple(m.name for m in self.b.called() if m.name not in done),
+            weights,
+        )
 
     def _notes(
-        self, notes: Sequence[str], calls: Sequence[Called], walk: Walk, floor: Floor | None,
-        thresholds: Thresholds, isolated: bool,
-    ) -> list[str]:  # fmt: skip
+        self,
+        notes: Sequence[str],
+        calls: Sequence[Called],
+        walk: Walk,
+        floor: Floor | None,
+        thresholds: Thresholds,
+        isolated: bool,
+    ) -> list[str]:
         found = [*self.alignment.notes, *notes]
         for part in self.alignment.fused:
             side = "port" if part.whole_side == "b" else "reference"
@@ -279,9 +290,10 @@ def _others(calls: Sequence[Called], walk: Walk, culprit: Culprit) -> tuple[str,
         if own and over and call.b.module != culprit.module and call.b not in around:
             found.setdefault(call.b.module, call)
     inner = [
-        name for name, call in found.items()
+        name
+        for name, call in found.items()
         if not any(other.b.within(call.b) for other in found.values())
-    ]  # fmt: skip
+    ]
     return tuple(inner)
 
 

@@ -44,9 +44,11 @@ class Form:
         self._first = _first_seen(calls)
         self._wrong = {  # what surely the same modules were given, and it was not the same
             one.b.identity
-            for call in calls if call.match.firm
-            for one in call.ins.tensors if one.main and one.distance.comparable and one.ratio > 1
-        }  # fmt: skip
+            for call in calls
+            if call.match.firm
+            for one in call.ins.tensors
+            if one.main and one.distance.comparable and one.ratio > 1
+        }
         self._known: set[tuple[object, ...]] = set()
         tried: dict[tuple[object, ...], int] = {}
         for call in calls:

@@ -84,10 +84,11 @@ def perturbation(a: Side, b: Side) -> Guard:
         both = f"both were recorded with perturbed weights, --perturb {one}" if one else ""
         return Guard("perturbation", True, both)
     said = "; ".join(
-        f"the {side.name} was recorded with --perturb {seed}" if seed
+        f"the {side.name} was recorded with --perturb {seed}"
+        if seed
         else f"the {side.name} with the weights as they are"
         for side, seed in ((a, one), (b, other))
-    )  # fmt: skip
+    )
     return Guard("perturbation", False, f"{said}: every weight that was moved differs by that")
 
 
@@ -112,19 +113,21 @@ def inputs(calls: Sequence[Called], start: Event | None, unlike: Sequence[Event]
         worst = unlike[0].worst
         assert worst is not None
         return Guard(
-            "inputs", False,
+            "inputs",
+            False,
             f"{worst.b.tensor} of {unlike[0].call.b.module or 'the model'!r} is not as in the "
             f"reference (error {worst.distance.error:.1e}), whose own was used in its place",
-        )  # fmt: skip
+        )
     if start is not None:
         worst = start.worst
         assert worst is not None
         name = start.call.b.module
         return Guard(
-            "inputs", False,
+            "inputs",
+            False,
             f"{worst.b.tensor} of {name or 'the model'!r}, the first that was compared, differs "
             f"already (error {worst.distance.error:.1e}); give both runs the same inputs and seed",
-        )  # fmt: skip
+        )
     first = next((call for call in calls if call.ins.compared), None)
     return Guard("inputs", True if first is not None else None, "" if first else "not recorded")
 

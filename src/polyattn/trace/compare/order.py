@@ -58,10 +58,12 @@ def by_contents(a: Side, b: Side, pairs: Names) -> dict[str, str]:
         fits = [
             b.modules[name]
             for name in common
-            if name in b.modules and b.modules[name].frames
-            and name not in back and name not in found.values()
+            if name in b.modules
+            and b.modules[name].frames
+            and name not in back
+            and name not in found.values()
             and outside.get(name, set()) == {pairs[one] for one in held}
-        ]  # fmt: skip
+        ]
         fits = [one for one in fits if one.sizes()[:1] == module.sizes()[:1]]
         if fits:
             best = max(fits, key=lambda one: (one.leaf == module.leaf, alike(one.cls, module.cls)))

@@ -57,9 +57,13 @@ def _alone(frame: Frame, verdict: str, at_fault: bool) -> Row:
     return Row(
         module=frame.module if extra else None,
         reference_module=None if extra else frame.module,
-        cls=frame.cls, phase=frame.phase, step=frame.step, call=frame.call, depth=frame.depth,
+        cls=frame.cls,
+        phase=frame.phase,
+        step=frame.step,
+        call=frame.call,
+        depth=frame.depth,
         verdict="culprit" if at_fault else verdict,
-    )  # fmt: skip
+    )
 
 
 def _row(
@@ -71,8 +75,9 @@ def _row(
     before, after = call.ins.error, call.outs.error
     worst = max(
         (one for one in (call.ins.worst, call.outs.worst) if one is not None),
-        key=lambda one: one.ratio, default=None,
-    )  # fmt: skip
+        key=lambda one: one.ratio,
+        default=None,
+    )
     both = before is not None and after is not None
     # what a call was given counts for nothing where the reference's took its place
     inherited = 0.0 if both and fed([t.b for t in call.ins.tensors]) else before

@@ -59,9 +59,10 @@ def _only(one: Record, other: Record, rest: Sequence[Record], b: Sequence[Record
 def _main(one: Record, other: Record, rest: Sequence[Record], b: Sequence[Record]) -> bool:
     """The first tensor of either side, where no path is alike."""
     return (
-        one is rest[0] and other is b[0]
+        one is rest[0]
+        and other is b[0]
         and _FIRST.sub("", one.tensor) == _FIRST.sub("", other.tensor)
-    )  # fmt: skip
+    )
 
 
 def _floating(record: Record) -> bool:

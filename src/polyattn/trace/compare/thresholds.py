@@ -77,10 +77,7 @@ class Thresholds:
     """
 
     def __init__(
-        self,
-        floor: Floor | None = None,
-        tolerance: Tolerance = None,
-        own: Floor | None = None,
+        self, floor: Floor | None = None, tolerance: Tolerance = None, own: Floor | None = None
     ) -> None:
         self.floor, self.own = floor, own
         self._patterns = _patterns(tolerance)

@@ -43,10 +43,11 @@ class Weight:
         largest = max(abs(a.min), abs(a.max))
         sums = 8 * eps / math.sqrt(a.n)  # independent roundings
         return (
-            abs(a.min - b.min) <= eps * largest and abs(a.max - b.max) <= eps * largest
+            abs(a.min - b.min) <= eps * largest
+            and abs(a.max - b.max) <= eps * largest
             and abs(a.sum - b.sum) <= sums * math.sqrt(a.n * a.sum2)
             and abs(a.sum2 - b.sum2) <= sums * a.sum2
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ def feed_of(
     refuse_without_tensors(reference)
     known = counterparts(reference, port, rules)
     found = {
-        key: record for key, record in _kept(reference, known.records).items()
+        key: record
+        for key, record in _kept(reference, known.records).items()
         if layers is None or key[0] in layers
-    }  # fmt: skip
+    }
     if not found:
         raise TraceError(
             "got a port none of whose modules has a counterpart that the reference kept whole; say "

@@ -61,9 +61,10 @@ class WholeTensors:
             self._latest.move_to_end(record.file)
         if found.shape != record.shape or _name(found.dtype) != record.dtype:
             raise self._wrong(
-                record, f"holds {_name(found.dtype)} of shape {tuple(found.shape)}, expected "
+                record,
+                f"holds {_name(found.dtype)} of shape {tuple(found.shape)}, expected "
                 f"{record.dtype} of shape {tuple(record.shape)}",
-            )  # fmt: skip
+            )
         return found
 
     def _read(self, record: Record, file: str) -> Tensor:

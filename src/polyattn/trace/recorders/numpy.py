@@ -80,8 +80,10 @@ class TraceWriter:
         self._seen: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self.sink = JsonlSink(
             rank_path(path, header.rank, header.world),
-            overwrite=overwrite, background=False, last=self._end,
-        )  # fmt: skip
+            overwrite=overwrite,
+            background=False,
+            last=self._end,
+        )
         self.path = self.sink.path
         self.sink.write(header.line())
 

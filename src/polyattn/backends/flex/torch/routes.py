@@ -74,13 +74,7 @@ def _eager_rows(
 
 
 def _native(
-    spec: Spec,
-    block: tuple[int, int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    blocks: Any,
+    spec: Spec, block: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, terms: Terms, blocks: Any
 ) -> Result:
     """Call FlexAttention where a compiler takes it in.
 

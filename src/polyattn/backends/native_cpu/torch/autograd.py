@@ -32,9 +32,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-        slopes: Tensor | None, codes: Any, constants: Constants, *arrays: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        codes: Any,
+        constants: Constants,
+        *arrays: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         extras = Extras(bias, slopes, sinks, codes, arrays)
         out, lse = forward(q, k, v, extras, constants, True)
         assert lse is not None  # asked for

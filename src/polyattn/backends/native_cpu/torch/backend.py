@@ -216,12 +216,15 @@ def _bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Ker
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        if not (
-            type(q) in plain and type(k) in plain and type(v) in plain
-            and not functorch() and not modes() and not recorded() and tracing() is None
-            and dual_levels._current_level < 0
-            and not (lazy(q) or lazy(k) or lazy(v))
-        ):  # fmt: skip
+        if (
+            not (type(q) in plain and type(k) in plain and type(v) in plain)
+            or functorch()
+            or modes()
+            or recorded()
+            or tracing() is not None
+            or dual_levels._current_level >= 0
+            or (lazy(q) or lazy(k) or lazy(v))
+        ):
             return careful(q, k, v, mask, bias, sinks)
         out = empty_like(q) if alike and (q.is_contiguous() or not rows_first) else None
         if out is None or out.stride(3) != 1:  # that of rows that overlap may be another

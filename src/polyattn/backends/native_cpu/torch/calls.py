@@ -120,9 +120,17 @@ def forward(
 
 
 def backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, extras: Extras, constants: Constants, needs: Needs,
-) -> Gradients:  # fmt: skip
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    constants: Constants,
+    needs: Needs,
+) -> Gradients:
     """Run the backward kernel; returns the gradients of q, k, v, and of bias and sinks if wanted.
 
     `dout`, `dlse`: the gradients that come in, None for zeros.

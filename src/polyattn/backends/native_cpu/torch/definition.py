@@ -225,9 +225,15 @@ def _incoming(dout: Maybe, dlse: Maybe, at: _Attention) -> _Incoming:
 
 
 def defined_gradients(
-    dout: Maybe, dlse: Maybe, q: Tensor, k: Tensor, v: Tensor, extras: Extras,
-    constants: Constants, needs: Needs,
-) -> tuple[Tensor, Tensor, Tensor, Maybe, Maybe]:  # fmt: skip
+    dout: Maybe,
+    dlse: Maybe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    constants: Constants,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor, Maybe, Maybe]:
     """Return the gradients of q, k, v, and of bias and sinks if wanted."""
     at = _attention(q, k, v, extras, constants)
     come, rows, scale = _incoming(dout, dlse, at), at.rows, constants.scale
@@ -271,9 +277,15 @@ class SecondGradients(NamedTuple):
 
 
 def defined_second_gradients(
-    along: Directions, dout: Maybe, dlse: Maybe, q: Tensor, k: Tensor, v: Tensor,
-    extras: Extras, constants: Constants,
-) -> SecondGradients:  # fmt: skip
+    along: Directions,
+    dout: Maybe,
+    dlse: Maybe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    constants: Constants,
+) -> SecondGradients:
     """Differentiate the sum of gradients times directions by everything the gradients hang on.
 
     That sum is, with t the change of the scores along the directions, g = dout . v:
@@ -298,11 +310,14 @@ def defined_second_gradients(
     ddout = change @ _finite(at.v)
     ddout = ddout if moved.v is None else ddout + weights @ moved.v
     return SecondGradients(
-        None if dout is None else rows.unfold(ddout, dout), rows.unfold_sums(moved.lse),
-        rows.unfold(scale * dq, q), rows.unfold(scale * dk, k), rows.unfold(dv, v),
+        None if dout is None else rows.unfold(ddout, dout),
+        rows.unfold_sums(moved.lse),
+        rows.unfold(scale * dq, q),
+        rows.unfold(scale * dk, k),
+        rows.unfold(dv, v),
         None if extras.bias is None else rows.unfold_bias(both, extras.bias),
         None if extras.sinks is None or sinks is None else rows.unfold_sinks(sinks, extras.sinks),
-    )  # fmt: skip
+    )
 
 
 class _Moved(NamedTuple):

@@ -101,10 +101,19 @@ class _Gradients(OneLevelFunction):
 
 
 def _defined_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
-    sinks: Tensor | None, codes: Sequence[int], arrays: Sequence[Tensor], layout: str,
-    scale: float, softcap: float, wants_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor]:
     """The forward operator by the definition."""
     extras = Extras(bias, slopes, sinks, codes, arrays)
     out, lse = defined_attention(q, k, v, extras, Constants(layout, scale, softcap))
@@ -112,19 +121,35 @@ def _defined_attention(
 
 
 def _defined_gradients(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    codes: Sequence[int], arrays: Sequence[Tensor], layout: str, scale: float, softcap: float,
-    wants_dbias: bool, wants_dsinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+    wants_dbias: bool,
+    wants_dsinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The backward operator by the definition."""
     extras = Extras(bias, slopes, sinks, codes, arrays)
     constants, needs = Constants(layout, scale, softcap), Needs(wants_dbias, wants_dsinks)
     dq, dk, dv, dbias, dsinks = defined_gradients(dout, dlse, q, k, v, extras, constants, needs)
     return (
-        dq, dk, dv, nothing(q) if dbias is None else dbias,
+        dq,
+        dk,
+        dv,
+        nothing(q) if dbias is None else dbias,
         nothing(q) if dsinks is None else dsinks,
-    )  # fmt: skip
+    )
 
 
 def _differentiated(

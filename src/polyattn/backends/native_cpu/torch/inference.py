@@ -38,9 +38,17 @@ native_inference: Callable[..., Tensor] = torch.ops.polyattn.native_inference.de
 
 
 def _inference(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None,
-    codes: Sequence[int], arrays: Sequence[Tensor], layout: str, scale: float, softcap: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+) -> Tensor:
     if is_grad_enabled() and any_requires_grad(q, k, v, bias):
         raise RuntimeError(
             "got inputs that need gradients in polyattn::native_inference, which a graph compiled "
@@ -81,18 +89,32 @@ def _static(codes: tuple[int, ...]) -> Terms:
 
 
 def _carefully(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None,
-    codes: Sequence[int], arrays: Sequence[Tensor], constants: Constants,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    constants: Constants,
+) -> Tensor:
     if allowed is not None:
         codes, arrays = program_of(Dense(allowed), q, k, constants.layout)
     return forward(q, k, v, Extras(bias, None, None, codes, arrays), constants, False)[0]
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None,
-    codes: Sequence[int], arrays: Sequence[Tensor], layout: str, scale: float, softcap: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+) -> Tensor:
     return empty_out(q, k, v, layout)
 
 

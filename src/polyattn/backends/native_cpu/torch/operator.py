@@ -47,10 +47,19 @@ native_attention_backward = torch.ops.polyattn.native_attention_backward.default
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
-    sinks: Tensor | None, codes: Sequence[int], arrays: Sequence[Tensor], layout: str,
-    scale: float, softcap: float, wants_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor]:
     """Return out and lse; where the lse is not wanted it is empty."""
     extras, constants = (
         Extras(bias, slopes, sinks, codes, arrays),
@@ -61,10 +70,19 @@ def _forward(
 
 
 def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None,
-    sinks: Tensor | None, codes: Sequence[int], arrays: Sequence[Tensor], layout: str,
-    scale: float, softcap: float, wants_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor]:
     out = empty_out(q, k, v, layout)
     return out, empty_lse(q, layout) if wants_lse else nothing(q)
 
@@ -75,11 +93,24 @@ def nothing(q: Tensor) -> Tensor:
 
 
 def _backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    codes: Sequence[int], arrays: Sequence[Tensor], layout: str, scale: float, softcap: float,
-    wants_dbias: bool, wants_dsinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+    wants_dbias: bool,
+    wants_dsinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, bias and sinks; the last two are empty if not wanted."""
     extras, constants = (
         Extras(bias, slopes, sinks, codes, arrays),
@@ -88,17 +119,33 @@ def _backward(
     needs = Needs(wants_dbias, wants_dsinks)
     dq, dk, dv, dbias, dsinks = backward(dout, dlse, q, k, v, out, lse, extras, constants, needs)
     return (
-        dq, dk, dv, nothing(q) if dbias is None else dbias,
+        dq,
+        dk,
+        dv,
+        nothing(q) if dbias is None else dbias,
         nothing(q) if dsinks is None else dsinks,
-    )  # fmt: skip
+    )
 
 
 def _backward_fake(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    codes: Sequence[int], arrays: Sequence[Tensor], layout: str, scale: float, softcap: float,
-    wants_dbias: bool, wants_dsinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    codes: Sequence[int],
+    arrays: Sequence[Tensor],
+    layout: str,
+    scale: float,
+    softcap: float,
+    wants_dbias: bool,
+    wants_dsinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (empty_like_rows(x, x.shape[-1], layout) for x in (q, k, v))
     dbias = bias.new_empty(bias.shape) if wants_dbias and bias is not None else nothing(q)
     dsinks = sinks.new_empty(sinks.shape) if wants_dsinks and sinks is not None else nothing(q)

@@ -44,9 +44,14 @@ def paged_kernel(problem: Problem, constants: Constants) -> Callable[..., Any]:
     call = _Paged(problem, constants)
 
     def kernel(
-        q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        bias: Any,
+        sinks: Any,
         pages: tuple[Tensor, Tensor],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if differentiates((q, k, v, sinks)):
             raise Unsupported(
                 "got paged keys on native_cpu under forward-mode differentiation or a function "
@@ -68,9 +73,15 @@ class _Paged:
         self.run = module.load().forward
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, sinks: Tensor | None,
-        table: Tensor, lengths: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        sinks: Tensor | None,
+        table: Tensor,
+        lengths: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
         p, layout = self.problem, self.constants.layout
         out = empty_like_rows(q, p.value_dim, layout)
         lse = empty_lse(q, layout) if p.lse else None
@@ -94,9 +105,15 @@ class _Paged:
         return out, lse
 
     def _one(
-        self, batch: int, kv_len: int, queries: Sequence[Array | None], keys: tuple[Array, Array],
-        terms: Any, extras: tuple[Any, tuple[int, int]], table: tuple[int, int],
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        kv_len: int,
+        queries: Sequence[Array | None],
+        keys: tuple[Array, Array],
+        terms: Any,
+        extras: tuple[Any, tuple[int, int]],
+        table: tuple[int, int],
+    ) -> None:
         p, (_, scale, softcap) = self.problem, self.constants
         q, out, lse = queries
         sinks, (page_size, count) = extras

@@ -59,8 +59,13 @@ def _lengths_reader(layout: str) -> Reader:
 
     def read(mask: Any, q: Tensor, k: Tensor) -> tuple[Terms, Any]:
         nonlocal template, places
-        arrays = [_int64(x) for leaf in mask.leaves() if type(leaf) is Padding
-                  for x in (leaf.q_lengths, leaf.kv_lengths) if x is not None]  # fmt: skip
+        arrays = [
+            _int64(x)
+            for leaf in mask.leaves()
+            if type(leaf) is Padding
+            for x in (leaf.q_lengths, leaf.kv_lengths)
+            if x is not None
+        ]
         if template is None:
             codes, _ = program_of(mask, q, k, layout)
             places = _places(codes)

@@ -45,9 +45,13 @@ _EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 def is_plain(p: Problem) -> bool:
     """Say whether it is q, k and v alone, but for a mask."""
     return (
-        p.bias is None and not p.sinks and not p.lse and p.contiguous
-        and not p.gqa and p.layout != "packed"
-    )  # fmt: skip
+        p.bias is None
+        and not p.sinks
+        and not p.lse
+        and p.contiguous
+        and not p.gqa
+        and p.layout != "packed"
+    )
 
 
 def is_square_causal(p: Problem) -> bool:

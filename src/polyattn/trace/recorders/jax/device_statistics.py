@@ -39,18 +39,25 @@ def vector(x: Array) -> Array:
     flat = _real_row(x)
     high, low = _split(flat)
     finite = jnp.isfinite(high)
-    counts = jnp.stack([
-        jnp.isnan(high).sum(dtype=jnp.uint32), (high == jnp.inf).sum(dtype=jnp.uint32),
-        (high == -jnp.inf).sum(dtype=jnp.uint32), _zeros(flat, high),
-    ])  # fmt: skip
+    counts = jnp.stack(
+        [
+            jnp.isnan(high).sum(dtype=jnp.uint32),
+            (high == jnp.inf).sum(dtype=jnp.uint32),
+            (high == -jnp.inf).sum(dtype=jnp.uint32),
+            _zeros(flat, high),
+        ]
+    )
     least, most = _extremes(flat, high, finite)
     exponent = _exponent(least, most)
     scale = _power(-exponent, high.dtype)
     parts = [jnp.where(finite, part, 0) * scale for part in (high, low) if part is not None]
     total = _add(*(_sum(part) for part in parts))
     shift = total[0] / jnp.maximum(finite.sum(dtype=jnp.uint32), 1).astype(high.dtype)
-    sizes = [jnp.abs(parts[0])] if low is None else [jnp.sign(flat).astype(high.dtype) * part
-                                                     for part in parts]  # fmt: skip
+    sizes = (
+        [jnp.abs(parts[0])]
+        if low is None
+        else [jnp.sign(flat).astype(high.dtype) * part for part in parts]
+    )
     apart = parts[0] - shift if low is None else (parts[0] - shift) + parts[1]
     words = sign_words(-(-flat.size // _LANES))
     index = jnp.asarray(sample_index(flat.size), jnp.uint32)

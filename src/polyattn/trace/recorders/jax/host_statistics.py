@@ -64,8 +64,12 @@ class _Metadata(c.Structure):
 
 
 class _Extension(c.Structure):
-    _fields_ = (("size", _Size), ("type", c.c_int), ("next", _Pointer),
-                ("metadata", c.POINTER(_Metadata)))  # fmt: skip
+    _fields_ = (
+        ("size", _Size),
+        ("type", c.c_int),
+        ("next", _Pointer),
+        ("metadata", c.POINTER(_Metadata)),
+    )
 
 
 class _Frame(c.Structure):

@@ -160,8 +160,9 @@ class JaxTrace:
                 f"the trace {self.path} has no record: no tap ran in this thread, or none that "
                 f"layers={self._options[0]!r} and the steps let through. Programs compiled ahead "
                 "of the trace (jit(f).lower(...).compile()) have no taps in them.",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _compiled(layers: Any) -> re.Pattern[str]:

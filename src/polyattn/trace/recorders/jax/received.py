@@ -53,8 +53,9 @@ def _of_row(shape: tuple[int, ...], dtype: Any, row: np.ndarray) -> Mapping[str,
     moments = rest[: len(_MOMENTS)].tolist()
     found |= {
         name: value if value == value else None
-        for name, value in zip(_MOMENTS, moments, strict=True) if name != "sum"
-    }  # fmt: skip
+        for name, value in zip(_MOMENTS, moments, strict=True)
+        if name != "sum"
+    }
     rest = rest[len(_MOMENTS) :]
     found["samples"] = [v if math.isfinite(v) else None for v in rest[:SAMPLES].tolist()]
     return found | {"sketch": pack(rest[SAMPLES:].tolist())}

@@ -238,9 +238,13 @@ def _chose_nothing(argument: str, nothing: list[Nothing]) -> TraceError:
 
 @contextmanager
 def trace_any(
-    path: str | Path, *, before: Before | None = None, after: After | None = None,
-    perturb: int | Perturbation | None = None, **options: Any,
-) -> Iterator[ProgramTrace]:  # fmt: skip
+    path: str | Path,
+    *,
+    before: Before | None = None,
+    after: After | None = None,
+    perturb: int | Perturbation | None = None,
+    **options: Any,
+) -> Iterator[ProgramTrace]:
     """Trace every model that the program calls inside, without a change to it.
 
     The first goes to `path`; each further one has its class in the file's name, as

@@ -43,10 +43,14 @@ def attach_activation_trace(model: nn.Module) -> ActivationTrace | None:
         path = file_for(wanted.trace_output, model)
         try:
             run = ActivationTrace(
-                model, path, layers=wanted.trace_layers, stats=wanted.trace_stats,
-                steps=wanted.trace_steps, inputs=wanted.trace_inputs,
+                model,
+                path,
+                layers=wanted.trace_layers,
+                stats=wanted.trace_stats,
+                steps=wanted.trace_steps,
+                inputs=wanted.trace_inputs,
                 overwrite=wanted.trace_overwrite,
-            )  # fmt: skip
+            )
         except BaseException:
             give_back(path)
             raise

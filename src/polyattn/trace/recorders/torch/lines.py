@@ -35,17 +35,25 @@ _REMEMBERED = 4096
 """Latest tensors among which an identical one is looked for, as in polyattn.trace.TraceWriter."""
 
 _COUNTS = frozenset(FIELDS[:5])
-_WIDE = frozenset({
-    torch.float64, torch.complex128, torch.int64, torch.uint64,
-})  # fmt: skip
+_WIDE = frozenset({torch.float64, torch.complex128, torch.int64, torch.uint64})
 _PLAIN = (2.0**-64, 2.0**127)
 
 
 Event = tuple[
-    int, str, int, int | None, str, str,
-    torch.Size | None, torch.dtype | str | None, Rows | None, int, int | None,
-    dict[str, Any] | None, Saving | None,
-]  # fmt: skip
+    int,
+    str,
+    int,
+    int | None,
+    str,
+    str,
+    torch.Size | None,
+    torch.dtype | str | None,
+    Rows | None,
+    int,
+    int | None,
+    dict[str, Any] | None,
+    Saving | None,
+]
 """A tensor that was seen: seq, head (of `head_of`), call, step, phase, path, then its shape, dtype,
 and that its numbers are in a row of some rows, or else are those of the record `same`; further
 fields, and a file to be written. A plain tuple, for one is made for every tensor."""

@@ -118,10 +118,8 @@ class ActivationTrace:
         perturbation, self._own = perturbation_of(perturb)
         self._handles: list[HookHandle] = []
         self._warning: str | None = None
-        self.sink = JsonlSink(
-            rank_path(path, rank, world), overwrite=overwrite, background=not immediate,
-            last=self._end,
-        )  # fmt: skip
+        file = rank_path(path, rank, world)
+        self.sink = JsonlSink(file, overwrite=overwrite, background=not immediate, last=self._end)
         self.path = self.sink.path
         try:
             folder = TensorFolder(self.path, overwrite=overwrite) if whole else None
@@ -245,8 +243,9 @@ def _without_scripted(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     if scripted:
         logger.warning(
             "%d scripted modules call no hooks and are not recorded, the first is %r",
-            len(scripted), scripted[0],
-        )  # fmt: skip
+            len(scripted),
+            scripted[0],
+        )
     return {name: one for name, one in modules.items() if name not in set(scripted)}
 
 

@@ -18,9 +18,11 @@ __all__ = ["Perturbation", "perturbation_of"]
 logger = logging.getLogger("polyattn.trace")
 
 _WIDER = {
-    torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
     torch.float64: torch.float64,
-}  # fmt: skip
+}
 _COMPLEX = (torch.complex64, torch.complex128)
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 24
 _NAMED = 4
@@ -83,8 +85,11 @@ class Perturbation:
             more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
             logger.warning(
                 "%d weights of a %s cannot be perturbed and stay as they are: %s%s",
-                len(left), type(model).__name__, ", ".join(left[:_NAMED]), more,
-            )  # fmt: skip
+                len(left),
+                type(model).__name__,
+                ", ".join(left[:_NAMED]),
+                more,
+            )
             self.left += left
 
     def _move(self, name: str, weight: Tensor) -> None:
@@ -109,8 +114,10 @@ class Perturbation:
         if changed:
             logger.warning(
                 "%d weights were changed while they were perturbed and stay as they are now, the "
-                "first is %s", len(changed), changed[0],
-            )  # fmt: skip
+                "first is %s",
+                len(changed),
+                changed[0],
+            )
         return changed
 
     def to_dict(self) -> dict[str, Any]:

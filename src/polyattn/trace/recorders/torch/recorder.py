@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyattn.torch.internals import (
-    current_graph_task,
-    own_parameters,
-    transform_level,
-    version_of,
-)
+from polyattn.torch.internals import current_graph_task, own_parameters, transform_level, version_of
 from polyattn.trace.format.record import UNKNOWN
 from polyattn.trace.format.sink import JsonlSink
 from polyattn.trace.recorders.torch.device_rows import RowPool, Rows

@@ -59,9 +59,9 @@ def torch_statistics(t: Tensor) -> Tensor:
     if n == 0:
         return _empty(t.device)
     half, size = _half_scale(flat), _block_size(t.device)
-    parts = torch.stack([
-        _block(flat[start : start + size], start // size, half) for start in range(0, n, size)
-    ])  # fmt: skip
+    parts = torch.stack(
+        [_block(flat[start : start + size], start // size, half) for start in range(0, n, size)]
+    )
     index = torch.tensor([i * (n - 1) // 7 for i in range(8)], device=t.device)
     return torch.cat([_join(parts, n, half), flat[index].to(parts.dtype), _sketch(parts, half)])
 

@@ -141,9 +141,14 @@ class RowWriter:
 
     def _read(self, t: Tensor, element: int, slot: int) -> None:
         self._kernel(
-            instruction_set(), torch.get_num_threads(), element,
-            t.data_ptr(), t.shape, t.stride(), self._first + self._step * slot,
-        )  # fmt: skip
+            instruction_set(),
+            torch.get_num_threads(),
+            element,
+            t.data_ptr(),
+            t.shape,
+            t.stride(),
+            self._first + self._step * slot,
+        )
 
 
 def record_fields(row: Sequence[float]) -> dict[str, Any]:
@@ -190,9 +195,7 @@ def recording(next_seq: Callable[[], int], lines: Any, sink: Any) -> Any:
     if built is None:
         return None
     cpu, threads = torch.device("cpu"), torch.get_num_threads
-    return built.TraceRecord(
-        Tensor, _ELEMENTS, torch.strided, cpu, threads, next_seq, lines, sink
-    )  # fmt: skip
+    return built.TraceRecord(Tensor, _ELEMENTS, torch.strided, cpu, threads, next_seq, lines, sink)
 
 
 @functools.cache

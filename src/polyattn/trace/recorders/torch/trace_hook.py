@@ -37,9 +37,13 @@ class TraceHook(ForwardHook):
     """
 
     def __init__(
-        self, recorder: Recorder, module: nn.Module, name: str, whole: bool,
+        self,
+        recorder: Recorder,
+        module: nn.Module,
+        name: str,
+        whole: bool,
         after: TraceHook | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.recorder = recorder
         self.module = weakref.ref(module)
         self.name = name

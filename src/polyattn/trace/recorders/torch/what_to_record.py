@@ -20,14 +20,18 @@ __all__ = [
 ]  # fmt: skip
 
 Layers = (
-    str | re.Pattern[str] | Iterable[str | re.Pattern[str]] | Callable[[str, nn.Module], bool]
+    str
+    | re.Pattern[str]
+    | Iterable[str | re.Pattern[str]]
+    | Callable[[str, nn.Module], bool]
     | None
-)  # fmt: skip
+)
 
 _ALWAYS = ("shape", "dtype")
 _RESERVED = frozenset({one.name for one in fields(Record)} | {"note", "nested"}) - {
-    *_ALWAYS, *MOMENTS,
-}  # fmt: skip
+    *_ALWAYS,
+    *MOMENTS,
+}
 """Names that no function of the user's may have."""
 
 _SHOWN = 12
