@@ -16,8 +16,8 @@ from typing import Any
 
 from polyattn.problem import MaskFacts, Problem
 from polyattn.problem.processor import level_of
-from polyattn.selection.evidence.kinds import KINDS, is_small, kind_of
-from polyattn.selection.evidence.records import SCHEMA, parse
+from polyattn.selection.evidence.problem_kinds import KINDS, is_small, kind_of
+from polyattn.selection.evidence.shipped import SCHEMA, parse
 from polyattn.selection.processor_kind import release_of
 
 ROOT = Path(__file__).resolve().parent.parent

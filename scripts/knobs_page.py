@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from polyattn.knobs import Knob
+from polyattn.flags import Knob
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "knobs.md"
 BEGIN = "<!-- {}: made by scripts/knobs_page.py --write -->"

@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def native_kernels_are_the_faster() -> Iterator[None]:
     """Let choices rest on the same evidence wherever the tests run, and nothing be calibrated."""
     from polyattn.selection.evidence import KINDS, Evidence, Figure
-    from polyattn.selection.evidence.here import assume
+    from polyattn.selection.evidence.of_machine import assume
 
     figure = Figure(1.3, 1.4, 1.5, "as these tests assume")
     dtypes = ("float32", "bfloat16", "float16")

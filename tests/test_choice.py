@@ -20,12 +20,12 @@ from polyattn import (
 )
 from polyattn.selection import Rejected, Source, platforms
 from polyattn.selection.capabilities import Capabilities
-from polyattn.selection.choice import Plan, choose, current_wishes, plan_for, prepared
-from polyattn.selection.decide import Wishes
 from polyattn.selection.first_result import FirstResult
 from polyattn.selection.platforms import Platform, find_platform, platform_of, register_platform
+from polyattn.selection.prepare import Plan, kernel_of, prepare, select_here
 from polyattn.selection.registry import Available, Backend, registry
 from polyattn.selection.requests import Request
+from polyattn.selection.wishes import Wishes, current_wishes
 from polyattn.torch import attention, explain
 from polyattn.torch import plan as plan_of_call
 from polyattn.tuning import Measurement, lookup
@@ -130,11 +130,11 @@ def test_a_backend_of_another_framework_is_refused_at_the_call(
     with use_backend("only_jax"), pytest.raises(Unsupported, match="arrays of jax"):
         attention(Q, Q, Q)
     jaxs = PROBLEM.with_(framework="jax")
-    plan = plan_for(jaxs, Wishes(call=Request(("native_cpu",))))
+    plan = prepare(jaxs, Wishes(call=Request(("native_cpu",))))
     assert plan.kernel(7) == 7  # jax's, though torch has one of that name
     assert explain(Q, Q, Q, backend="native_cpu").decisions["native_cpu"]
     with pytest.raises(Unsupported, match="got arrays of jax, takes arrays of torch"):
-        choose(jaxs, Wishes(call=Request(("flex",))))
+        select_here(jaxs, Wishes(call=Request(("flex",))))
 
 
 @pytest.fixture
@@ -160,13 +160,13 @@ def test_measured_times_are_those_of_the_problem_s_framework(
     for name in ("first", "native_cpu"):
         plug_in(giving(lambda q, *_: q), name=name, framework="jax")
     jaxs = PROBLEM.with_(framework="jax")
-    assert choose(jaxs, Wishes()).backend == "first"
-    assert "no row for jax on cpu" in choose(jaxs, Wishes()).reason
+    assert select_here(jaxs, Wishes()).backend == "first"
+    assert "no row for jax on cpu" in select_here(jaxs, Wishes()).reason
     torchs = explain(PROBLEM).backend
     key = lookup.key_for(jaxs, jaxs_front.device_description("cpu"), jaxs_front.versions())
     row = Measurement("native_cpu", "{}", 2e-9, 1e-9, 3e-9, 9, 0.0, 1.0, True)
     lookup.table().record(key, [row])
-    found = choose(jaxs, Wishes())
+    found = select_here(jaxs, Wishes())
     assert (found.backend, found.source) == ("native_cpu", Source.TUNED)
     assert (explain(PROBLEM).backend, explain(PROBLEM).source) == (torchs, Source.HEURISTIC)
 
@@ -196,8 +196,8 @@ def test_an_automatic_choice_goes_to_the_next(
 ) -> None:
     fail = raising(error)
     plug_in(fail if part == "load" else lambda: fail)
-    assert choose(PROBLEM, Wishes()).source is Source.TUNED
-    plan = plan_for(PROBLEM, Wishes())
+    assert select_here(PROBLEM, Wishes()).source is Source.TUNED
+    plan = prepare(PROBLEM, Wishes())
     assert plan.selection.backend == "sdpa_flash"
     assert type(error).__name__ in str(plan.selection.decisions["odd"])
 
@@ -220,7 +220,7 @@ def test_what_gives_nothing_to_call_is_told(
     assert not isinstance(caught.value, MissingDependency)
     registry.unregister("odd")
     registry.register(replace(odd))  # another one of the same name
-    plan = plan_for(PROBLEM, Wishes())
+    plan = prepare(PROBLEM, Wishes())
     assert plan.selection.backend == "sdpa_flash"
     assert "gave" in str(plan.selection.decisions["odd"])
 
@@ -324,31 +324,31 @@ def test_after_one_right_result_the_kernel_is_bare(plug_in: Callable[..., Backen
         return q
 
     odd = plug_in(giving(kernel))
-    plan = plan_for(PROBLEM, ASKED)
+    plan = prepare(PROBLEM, ASKED)
     assert not plan.is_final and isinstance(plan.kernel, FirstResult)
-    assert plan_for(PROBLEM, ASKED).kernel is not kernel  # nothing was seen yet
+    assert prepare(PROBLEM, ASKED).kernel is not kernel  # nothing was seen yet
     assert plan.kernel(Q, Q, Q) is Q
-    again = plan_for(PROBLEM, ASKED)
+    again = prepare(PROBLEM, ASKED)
     assert again.is_final and again.kernel is kernel
-    assert not plan_for(PROBLEM.with_(lse=True), ASKED).is_final  # another plan
+    assert not prepare(PROBLEM.with_(lse=True), ASKED).is_final  # another plan
     registry.unregister("odd")
     registry.register(replace(odd))
-    assert not plan_for(PROBLEM, ASKED).is_final  # another backend of that name
+    assert not prepare(PROBLEM, ASKED).is_final  # another backend of that name
 
 
 def test_a_wrong_result_is_not_taken_for_a_right_one_later(plug_in: Callable[..., Backend]) -> None:
     results = [Q[:, :1], Q, Q[:, :1]]
     plug_in(giving(lambda *_: results.pop(0)))
-    plan = plan_for(PROBLEM, ASKED)
+    plan = prepare(PROBLEM, ASKED)
     with pytest.raises(PolyattnError):
         plan.kernel(Q, Q, Q)
-    assert not plan_for(PROBLEM, ASKED).is_final
+    assert not prepare(PROBLEM, ASKED).is_final
     assert plan.kernel(Q, Q, Q) is Q
-    assert plan_for(PROBLEM, ASKED).is_final
+    assert prepare(PROBLEM, ASKED).is_final
     assert plan.kernel(Q, Q, Q).shape == (1, 1, 2, 8)  # once a plan, not at every call
 
 
 def test_in_tree_kernels_are_bare_from_the_first_call_on() -> None:
-    plan = plan_for(PROBLEM, Wishes(call=Request(("reference",))))
+    plan = prepare(PROBLEM, Wishes(call=Request(("reference",))))
     assert isinstance(plan, Plan) and plan.is_final
-    assert callable(prepared(plan.selection, PROBLEM))
+    assert callable(kernel_of(plan.selection, PROBLEM))

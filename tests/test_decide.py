@@ -11,9 +11,10 @@ from polyattn.errors import PolyattnError, UnknownBackend
 from polyattn.problem import MaskFacts
 from polyattn.selection import Accepted, Rejected, Source
 from polyattn.selection.capabilities import Capabilities
-from polyattn.selection.decide import Tuned, Wishes, select
 from polyattn.selection.registry import Available, Backend, Missing, Registry
 from polyattn.selection.requests import Request
+from polyattn.selection.select import Tuned, select
+from polyattn.selection.wishes import Wishes
 
 SMALL = Problem(batch=1, q_len=8, kv_len=8, heads=2, kv_heads=2, head_dim=16)
 

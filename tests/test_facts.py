@@ -9,11 +9,12 @@ from polyattn.native import instructions, module
 from polyattn.problem.processor import instruction_sets
 from polyattn.selection import Accepted
 from polyattn.selection.capabilities import Capabilities
-from polyattn.selection.choice import choose
-from polyattn.selection.decide import Wishes, select
+from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import Available, Backend, Missing, Registry
 from polyattn.selection.registry import registry as ours
 from polyattn.selection.requests import Request
+from polyattn.selection.select import select
+from polyattn.selection.wishes import Wishes
 
 PROBLEM = Problem(batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8, head_dim=64)
 
@@ -143,12 +144,12 @@ def test_a_backend_foretells_its_probe(registry: Registry) -> None:
 
 def test_native_cpu_answers_for_the_processor_it_is_told_of() -> None:
     for text, form in (("cpu:avx2", "avx2"), ("zen4", "avx512bf16"), ("graviton2", "neon")):
-        found = choose(PROBLEM, Wishes(), Facts.parse(text))
+        found = select_here(PROBLEM, Wishes(), Facts.parse(text))
         assert form in str(found.decisions["native_cpu"])
-    old = choose(PROBLEM, Wishes(), Facts("cpu", instructions=frozenset({"avx"})))
+    old = select_here(PROBLEM, Wishes(), Facts("cpu", instructions=frozenset({"avx"})))
     assert old.backend == "sdpa_flash"
     assert "vector instruction sets" in str(old.decisions["native_cpu"])
-    somewhere = choose(PROBLEM, Wishes(), Facts.parse("cpu"))
+    somewhere = select_here(PROBLEM, Wishes(), Facts.parse("cpu"))
     assert isinstance(somewhere.decisions["native_cpu"], Accepted)
 
 
@@ -164,5 +165,5 @@ def test_nobody_in_tree_promises_a_platform_it_does_not_know() -> None:
     for text in ("mi300x", "tpu:v5e", "mps:m3", "xpu:pvc"):
         facts = Facts.parse(text)
         with pytest.raises(Unsupported) as caught:
-            choose(PROBLEM.with_(device=facts.device, arch=facts.arch), Wishes(), facts)
+            select_here(PROBLEM.with_(device=facts.device, arch=facts.arch), Wishes(), facts)
         assert set(caught.value.decisions) == set(ours.names("torch"))

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyattn.errors import FlagsError
-from polyattn.knobs import ABSENT, META, Knob, check, diff, lines, make, read
-from polyattn.knobs.cells import Access, Single
-from polyattn.knobs.knob import Directory, check_value
-from polyattn.knobs.stack import Stack
+from polyattn.flags import ABSENT, META, Knob, check, diff, lines, make, read
+from polyattn.flags.cells import Access, Single
+from polyattn.flags.knob import Directory, check_value
+from polyattn.flags.stack import Stack
 
 
 class World:

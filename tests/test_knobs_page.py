@@ -49,7 +49,7 @@ def test_what_markdown_would_take_for_markup_is_escaped():
 
 
 def test_what_only_some_machines_have_is_written_once():
-    from polyattn.knobs import Knob
+    from polyattn.flags import Knob
 
     names = ["cuda.cache[0].size", "cuda.cache[1].size", "python_native.future.enabled", "x"]
     rows = [Knob(name=n, kind="knob", type="int", about="For device 1.", where=n) for n in names]

@@ -14,9 +14,10 @@ from polyattn import Problem, UnknownBackend, Unsupported
 from polyattn.errors import PolyattnError
 from polyattn.selection import Accepted, Rejected
 from polyattn.selection.capabilities import Capabilities, Reason
-from polyattn.selection.decide import Wishes, select
 from polyattn.selection.registry import Available, Backend, Missing, Registry
 from polyattn.selection.requests import Request
+from polyattn.selection.select import select
+from polyattn.selection.wishes import Wishes
 
 TORCH = Problem(batch=1, q_len=8, kv_len=8, heads=2, kv_heads=2, head_dim=16)
 JAX = TORCH.with_(framework="jax")

@@ -298,7 +298,7 @@ bool has_zero(nb::handle exchange, nb::handle tensor) {
   return Exchange(exchange).has_zero(tensor);
 }
 
-// Masks that come as numbers; see polyattn/backends/native_cpu/torch/backend.py.
+// Masks that come as numbers; see polyattn/backends/native_cpu/torch/native_kernel.py.
 bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
   return Exchange(exchange).as_mask(bias, mask);
 }

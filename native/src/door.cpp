@@ -1,5 +1,5 @@
 // The Python class polyattn._native.Door: the short way of a call, from its arguments to the kernel
-// that an earlier call of its class has prepared. polyattn/torch/short.py does the same in Python
+// that an earlier call of its class has prepared. polyattn/torch/short_way.py does the same in Python
 // and is the definition; here only functions of the interpreter are used, nothing of torch's.
 //
 // Whatever it cannot tell it leaves to Python: it gives `missed`, and has called no kernel then.
@@ -114,7 +114,7 @@ void add_door(nb::module_& m) {
        "Run a call on pages, or give missed."},
       {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {
-      {Py_tp_doc, const_cast<char*>("The short way of a call; see polyattn/torch/short.py.")},
+      {Py_tp_doc, const_cast<char*>("The short way of a call; see polyattn/torch/short_way.py.")},
       {Py_tp_new, reinterpret_cast<void*>(create)},
       {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
       {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},

@@ -8,7 +8,7 @@
 
 namespace polyattn {
 
-// The shapes of query and key, and of value once it is asked for. polyattn/torch/spans.py says what
+// The shapes of query and key, and of value once it is asked for. polyattn/torch/size_classes.py says what
 // a class of sizes is.
 class Shapes {
  public:

@@ -8,7 +8,7 @@ namespace polyattn {
 
 namespace nb = nanobind;
 
-// What Python hands over, in this order; see polyattn/torch/short.py.
+// What Python hands over, in this order; see polyattn/torch/short_way.py.
 enum Part : int {
   kMissed,        // what is given where Python has to look
   kStrange,       // the errors that mean just that, while a call is looked up

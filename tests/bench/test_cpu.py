@@ -17,9 +17,11 @@ pytest.importorskip("torch")
 import torch
 
 from polyattn.bench import main, records
-from polyattn.bench.cpu import memory, report, run
+from polyattn.bench.cpu import bench_cpu as run
+from polyattn.bench.cpu import cpu_table as report
+from polyattn.bench.cpu import memory
+from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import CASES, WINDOW, Case, Size, quick
-from polyattn.bench.cpu.inputs import Inputs
 from polyattn.bench.cpu.repeats import Step, time_steps
 from polyattn.bench.cpu.truth import Truth
 from polyattn.bench.cpu.ways import Way, flex, folded, ours, step, torch_ways

@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from polyattn import knobs
+from polyattn import flags as knobs
 from polyattn.bench import machine, main, records
-from polyattn.bench.cpu import run
-from polyattn.bench.harm import run as harm
+from polyattn.bench.cpu import bench_cpu as run
+from polyattn.bench.harm import whole_run as harm
 from polyattn.bench.overhead import measure
 from polyattn.errors import PolyattnError
 from polyattn.native import module

@@ -14,10 +14,12 @@ pytest.importorskip("transformers")
 import torch
 
 from polyattn.bench import main, records
-from polyattn.bench.generate import models, report, run
+from polyattn.bench.generate import generate_table as report
+from polyattn.bench.generate import models
+from polyattn.bench.generate import whole_run as run
 from polyattn.bench.generate.figures import MOST_NOISE, agreement, figures
+from polyattn.bench.generate.generated import QUICK, ROWS, Row, chosen
 from polyattn.bench.generate.models import Sizes
-from polyattn.bench.generate.rows import QUICK, ROWS, Row, chosen
 from polyattn.bench.generate.sides import Generated, SideFailed, Sides
 from polyattn.bench.generate.worker import SIDES, Answers, Job, Turn
 

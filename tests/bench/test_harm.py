@@ -14,11 +14,13 @@ import torch
 
 from polyattn import settings
 from polyattn.bench import main, records
+from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import SHORT, Size
-from polyattn.bench.cpu.inputs import Inputs
 from polyattn.bench.cpu.truth import Truth
 from polyattn.bench.cpu.ways import Unable, Way
-from polyattn.bench.harm import calls, report, run
+from polyattn.bench.harm import calls
+from polyattn.bench.harm import harm_table as report
+from polyattn.bench.harm import whole_run as run
 from polyattn.bench.harm.problems import UserCase, chosen, problems
 from polyattn.errors import PolyattnError
 from polyattn.native import module
@@ -26,7 +28,7 @@ from polyattn.selection import Source
 from polyattn.selection.platforms import find_platform
 from polyattn.selection.registry import Available
 from polyattn.torch import explain
-from polyattn.torch.door import admit
+from polyattn.torch.admission import admit
 from polyattn.tuning import Measurement, lookup
 
 BUILT = isinstance(module.status(), Available)

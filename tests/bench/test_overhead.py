@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from polyattn.bench import cases, main, records
+from polyattn.bench import main, records
+from polyattn.bench import overhead_cases as cases
 from polyattn.bench.overhead import measure
 from polyattn.bench.timing import Pair, Timed, calibrate, time_pairs
 from polyattn.errors import PolyattnError

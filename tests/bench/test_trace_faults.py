@@ -15,17 +15,17 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.bench import main, records  # noqa: E402
-from polyattn.bench.trace.command import Options  # noqa: E402
-from polyattn.hooks import trace  # noqa: E402
-from polyattn_faults import faults, seeding  # noqa: E402
-from polyattn_faults.answers import Reference, answer  # noqa: E402
-from polyattn_faults.architectures import ARCHITECTURES  # noqa: E402
-from polyattn_faults.edits import EDITS  # noqa: E402
-from polyattn_faults.faults import summary  # noqa: E402
-from polyattn_faults.operations import Call, changed, observed  # noqa: E402
+from polyattn.bench import main, records
+from polyattn.bench.trace.bench_trace import Options
+from polyattn.hooks import trace
+from polyattn_faults import faults, seeding
+from polyattn_faults.answers import Reference, answer
+from polyattn_faults.architectures import ARCHITECTURES
+from polyattn_faults.edits import EDITS
+from polyattn_faults.faults import summary
+from polyattn_faults.operations import Call, changed, observed
 
 
 class Twice(nn.Module):

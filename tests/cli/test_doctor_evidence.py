@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 from polyattn.cli.doctor import main
 from polyattn.cli.doctor_evidence import evidence_report, evidence_rows
 from polyattn.selection.evidence import UNMEASURED, Evidence, Figure
-from polyattn.selection.evidence.here import assume
-from polyattn.selection.evidence.records import shipped
-from polyattn.selection.evidence.rows import SOURCE
+from polyattn.selection.evidence.calibrated_rows import SOURCE
+from polyattn.selection.evidence.of_machine import assume
+from polyattn.selection.evidence.shipped import shipped
 from polyattn.selection.registry import Available, registry
 
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,8 @@ import pytest
 
 from polyattn.cli import main
 from polyattn.errors import FlagsError
-from polyattn.knobs import META, make, read
-from polyattn.knobs.snapshot import read_all
+from polyattn.flags import META, make, read
+from polyattn.flags.snapshot import read_all
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 TORCH = make("torch", {"cudnn.benchmark": False, "num_threads": 2}, {"x": "not here"})
@@ -177,7 +177,7 @@ def test_a_mark_that_windows_writes_is_no_harm(write):
 
 
 def test_only_the_first_line_of_a_trace_is_read(write, monkeypatch):
-    monkeypatch.setattr("polyattn.knobs.snapshot._LIMIT", 4096)
+    monkeypatch.setattr("polyattn.flags.snapshot._LIMIT", 4096)
     trace = write("t.jsonl", json.dumps({"flags": {"torch": TORCH}}) + "\n" + "x" * 9000)
     assert read(trace) == TORCH
     with pytest.raises(FlagsError, match="too large"):

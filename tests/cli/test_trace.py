@@ -124,7 +124,7 @@ class TestDiff:
         assert "none.jsonl" in trace(capsys, "diff", a, b, "--reruns-of-b", "none.jsonl")[2]
 
     def test_flags_that_differ_are_named(self, folder, capsys):
-        from polyattn.knobs import make
+        from polyattn.flags import make
 
         flags = [make("torch", {"cudnn.benchmark": on}, {}) for on in (False, True)]
         a, b = (write(f"{at}.jsonl", flags=one) for at, one in enumerate(flags))

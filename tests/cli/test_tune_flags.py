@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn import knobs  # noqa: E402
-from polyattn.cli import main  # noqa: E402
-from polyattn.problem import Problem  # noqa: E402
-from polyattn.torch.flags import snapshot  # noqa: E402
-from polyattn.tuning import Measurement, digest, lookup  # noqa: E402
+from polyattn import flags as knobs
+from polyattn.cli import main
+from polyattn.problem import Problem
+from polyattn.torch.flags import snapshot
+from polyattn.tuning import Measurement, digest, lookup
 
 P = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=8, layout="BNTH")
 

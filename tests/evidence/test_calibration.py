@@ -22,14 +22,14 @@ import torch
 from polyattn import Problem, record_selections, settings
 from polyattn.cli.tune import main
 from polyattn.selection import Selection, scopes
-from polyattn.selection.choice import choose
-from polyattn.selection.decide import Wishes
-from polyattn.selection.evidence import KINDS, Machine, calibration, comparing, here
+from polyattn.selection.evidence import KINDS, Machine, calibration, comparing, of_machine
+from polyattn.selection.evidence.calibrated_rows import PREFIX, device_of
 from polyattn.selection.evidence.comparing import BUSY
-from polyattn.selection.evidence.rows import PREFIX, device_of
 from polyattn.selection.platforms import Platform, platform_of, register_platform
+from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import Available, registry
 from polyattn.selection.requests import Request
+from polyattn.selection.wishes import Wishes
 from polyattn.torch import attention, explain
 from polyattn.tuning import Measurement, lookup
 
@@ -105,7 +105,7 @@ def prober(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     made, real = StandIn(), platform_of("torch")
     parts = {name: getattr(real, name) for name in real.__dataclass_fields__}
     register_platform(Platform(**{**parts, "prober": made}))
-    monkeypatch.setattr(here, "_assumed", None)
+    monkeypatch.setattr(of_machine, "_assumed", None)
     on_its_clock = partial(comparing.compare, clock=lambda: made.now, waited=lambda: made.waited)
     monkeypatch.setattr(calibration, "compare", on_its_clock)
     as_in_a_new_process()
@@ -115,13 +115,13 @@ def prober(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def as_in_a_new_process() -> None:
-    here.kept.forget()
+    of_machine.kept.forget()
     calibration._in_vain.clear()
     scopes.invalidate()
 
 
 def chosen(problem: Problem = DENSE) -> Selection:
-    return choose(problem, Wishes())
+    return select_here(problem, Wishes())
 
 
 def kept_rows() -> list[Any]:
@@ -224,10 +224,10 @@ def test_calls_that_must_not_wait_do_not_calibrate(
         chosen(problem)
         assert prober.asked == []
     for asked in (("sdpa_math",), ("native_cpu",)):
-        choose(DENSE, Wishes(call=Request(asked)))
+        select_here(DENSE, Wishes(call=Request(asked)))
         assert prober.asked == []
-    choose(DENSE, Wishes(left=frozenset({"sdpa_flash"})))
-    choose(DENSE, Wishes(layer=frozenset({"sdpa_flash"})))
+    select_here(DENSE, Wishes(left=frozenset({"sdpa_flash"})))
+    select_here(DENSE, Wishes(layer=frozenset({"sdpa_flash"})))
     monkeypatch.setenv("POLYATTN_CALIBRATION", "off")
     found = chosen()
     assert (found.backend, prober.asked) == ("sdpa_flash", [])
@@ -266,7 +266,7 @@ def test_an_interrupt_propagates_and_leaves_nothing_half(prober: StandIn) -> Non
     prober.on_call = third_kind
     with pytest.raises(KeyboardInterrupt):
         chosen()
-    assert here.in_force().figures == {} and kept_rows() == []
+    assert of_machine.this_machine().figures == {} and kept_rows() == []
     assert not calibration._lock.locked()
     prober.on_call = lambda: None
     as_in_a_new_process()
@@ -282,7 +282,9 @@ def test_a_busy_machine_gives_torch_s_choice_and_is_not_kept(prober: StandIn) ->
     chosen()
     assert len(prober.asked) == 1  # not again at once
     prober.is_busy = False
-    here.kept._tries = {key: (count, -1e9) for key, (count, _) in here.kept._tries.items()}
+    of_machine.kept._tries = {
+        key: (count, -1e9) for key, (count, _) in of_machine.kept._tries.items()
+    }
     assert chosen().backend == "native_cpu" and len(kept_rows()) == 2 * (len(KINDS) - 1)
 
 
@@ -290,7 +292,9 @@ def test_it_is_tried_a_few_times_only(prober: StandIn) -> None:
     prober.is_busy = True
     for _ in range(20):
         chosen()
-        here.kept._tries = {key: (count, -1e9) for key, (count, _) in here.kept._tries.items()}
+        of_machine.kept._tries = {
+            key: (count, -1e9) for key, (count, _) in of_machine.kept._tries.items()
+        }
     assert len(prober.asked) == 5
 
 
@@ -369,7 +373,7 @@ def test_rows_that_make_no_sense_are_passed_over(prober: StandIn) -> None:
         one = Measurement("native_cpu", config, 1.0, 1.0, 1.0, 2, 0.0, 1.0, True)
         two = Measurement("sdpa_flash", config, 9.0, 9.0, 9.0, 2, 0.0, 1.0, True)
         lookup.table().record(key, [one, two])
-    assert here.in_force().figures == {}
+    assert of_machine.this_machine().figures == {}
     assert chosen().backend == "native_cpu" and prober.asked
 
 

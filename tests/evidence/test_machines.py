@@ -7,13 +7,14 @@ import pytest
 from polyattn import Facts, Problem
 from polyattn.problem import MaskFacts
 from polyattn.selection import Selection, Source
-from polyattn.selection.choice import choose
-from polyattn.selection.decide import Wishes, select
 from polyattn.selection.evidence import UNMEASURED, Evidence, Figure, Machine
-from polyattn.selection.evidence.kinds import is_small, kind_of
-from polyattn.selection.evidence.records import find
+from polyattn.selection.evidence.problem_kinds import is_small, kind_of
+from polyattn.selection.evidence.shipped import find
 from polyattn.selection.heuristics import EVIDENCE, ROWS
+from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import registry
+from polyattn.selection.select import select
+from polyattn.selection.wishes import Wishes
 from polyattn.torch import explain
 
 DENSE = Problem(batch=1, q_len=4096, kv_len=4096, heads=8, kv_heads=8, head_dim=64, layout="BNTH")
@@ -28,7 +29,7 @@ GRAVITON = Machine("ARM", 0xD40, "sve", "2.13", 2, "neon")
 
 
 def on(facts: str, problem: Problem, **packages: str) -> Selection:
-    return choose(problem, Wishes(), Facts.parse(facts, packages or None))
+    return select_here(problem, Wishes(), Facts.parse(facts, packages or None))
 
 
 @pytest.mark.parametrize(

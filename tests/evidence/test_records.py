@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from polyattn.errors import PolyattnError
-from polyattn.selection.evidence.records import parse, shipped
+from polyattn.selection.evidence.shipped import parse, shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "evidence_record.py"

@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import ForwardHook  # noqa: E402
+from polyattn.hooks import ForwardHook
 
 
 class Recorder(ForwardHook):

@@ -9,15 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-from torch import nn  # noqa: E402
+import numpy as np
+from torch import nn
 
-from polyattn.errors import TraceError  # noqa: E402
-from polyattn.hooks import ModuleHookManager, assert_same_activations  # noqa: E402
-from polyattn.trace.compare import Floor, Verdict, compare  # noqa: E402
-from polyattn.trace.compare.calibration import save  # noqa: E402
-from tests.hooks.recording import state_of  # noqa: E402
-from tests.hooks.traced_models import llama, tokens  # noqa: E402
+from polyattn.errors import TraceError
+from polyattn.hooks import ModuleHookManager, assert_same_activations
+from polyattn.trace.compare import Floor, Verdict, compare
+from polyattn.trace.compare.calibration import save
+from tests.hooks.recording import state_of
+from tests.hooks.traced_models import llama, tokens
 
 
 def mlp(activation: nn.Module | None = None, size: int = 16) -> nn.Sequential:

@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import ForwardHook, ModuleHookManager  # noqa: E402
-from tests.hooks.recording import Recorder, Scale, Shift, calls, state_of  # noqa: E402
+from polyattn.hooks import ForwardHook, ModuleHookManager
+from tests.hooks.recording import Recorder, Scale, Shift, calls, state_of
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 

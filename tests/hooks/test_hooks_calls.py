@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import ForwardHook, ModuleHookManager  # noqa: E402
-from tests.hooks.recording import Recorder, Scale, calls, state_of  # noqa: E402
+from polyattn.hooks import ForwardHook, ModuleHookManager
+from tests.hooks.recording import Recorder, Scale, calls, state_of
 
 X = torch.ones(2, 3)
 

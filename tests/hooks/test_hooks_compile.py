@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import ForwardHook, ModuleHookManager, recomputing  # noqa: E402
-from tests.hooks.recording import Scale, Shift  # noqa: E402
+from polyattn.hooks import ForwardHook, ModuleHookManager, recomputing
+from tests.hooks.recording import Scale, Shift
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 

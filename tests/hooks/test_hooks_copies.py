@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from polyattn.hooks import ForwardHook, ModuleHookManager, recomputing  # noqa: E402
-from tests.hooks.recording import Recorder, Scale, calls, state_of  # noqa: E402
+from polyattn.hooks import ForwardHook, ModuleHookManager, recomputing
+from tests.hooks.recording import Recorder, Scale, calls, state_of
 
 X = torch.ones(2, 3)
 

@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import ForwardHook, ModuleHookManager  # noqa: E402
-from polyattn.hooks.dispatch import Dispatcher  # noqa: E402
+from polyattn.hooks import ForwardHook, ModuleHookManager
+from polyattn.hooks.dispatch import Dispatcher
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 

@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.errors import PolyattnError  # noqa: E402
-from polyattn.hooks import ForwardHook, HookError, ModuleHookManager  # noqa: E402
-from tests.hooks.recording import Recorder, Scale, Shift, calls, state_of  # noqa: E402
+from polyattn.errors import PolyattnError
+from polyattn.hooks import ForwardHook, HookError, ModuleHookManager
+from tests.hooks.recording import Recorder, Scale, Shift, calls, state_of
 
 X = torch.arange(4.0).reshape(1, 4)
 

@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.errors import HookError  # noqa: E402
-from polyattn.hooks import ForwardHook, ModuleHookManager  # noqa: E402
-from polyattn.hooks.manager import _managers  # noqa: E402
+from polyattn.errors import HookError
+from polyattn.hooks import ForwardHook, ModuleHookManager
+from polyattn.hooks.manager import _managers
 
 
 class Add(ForwardHook):

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import ForwardHook, HookError, ModuleHookManager  # noqa: E402
-from tests.hooks.recording import Recorder, calls, state_of  # noqa: E402
+from polyattn.hooks import ForwardHook, HookError, ModuleHookManager
+from tests.hooks.recording import Recorder, calls, state_of
 
 X = torch.ones(2, 3)
 

@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.trace.recorders.torch import weights  # noqa: E402
-from polyattn.trace.recorders.torch.weights import remembered_fingerprints, weight_fingerprints  # noqa: E402
+from polyattn.trace.recorders.torch import weights
+from polyattn.trace.recorders.torch.weights import remembered_fingerprints, weight_fingerprints
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor, nn
 
-from polyattn.hooks import trace, trace_any, trace_step  # noqa: E402
-from polyattn.trace import Record, Trace, read  # noqa: E402
+from polyattn.hooks import trace, trace_any, trace_step
+from polyattn.trace import Record, Trace, read
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch._dynamo.testing import CompileCounter  # noqa: E402
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 
-from polyattn.hooks import trace, trace_step  # noqa: E402
-from polyattn.trace import Trace, read  # noqa: E402
-from tests.hooks.traced_models import Block, llama, places, recorded, tokens  # noqa: E402
+from polyattn.hooks import trace, trace_step
+from polyattn.trace import Trace, read
+from tests.hooks.traced_models import Block, llama, places, recorded, tokens
 
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.errors import TraceError  # noqa: E402
-from polyattn.hooks import (  # noqa: E402
+from polyattn.errors import TraceError
+from polyattn.hooks import (
     JsonlSink,
     attach_activation_trace,
     detach_activation_trace,
@@ -19,10 +19,10 @@ from polyattn.hooks import (  # noqa: E402
     trace_any,
     trace_step,
 )
-from polyattn.settings import Settings  # noqa: E402
-from polyattn.trace import TraceWriter, read  # noqa: E402
-from polyattn.trace.recorders.torch import files  # noqa: E402
-from tests.hooks.traced_models import Block  # noqa: E402
+from polyattn.settings import Settings
+from polyattn.trace import TraceWriter, read
+from polyattn.trace.recorders.torch import files
+from tests.hooks.traced_models import Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing was recorded")
 

@@ -11,13 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from polyattn.errors import MissingDependency, TraceError  # noqa: E402
-from polyattn.hooks import trace, trace_any  # noqa: E402
-from polyattn.trace import read  # noqa: E402
-from tests.hooks.traced_models import Block, llama, one, places, recorded, tokens  # noqa: E402
+from polyattn.errors import MissingDependency, TraceError
+from polyattn.hooks import trace, trace_any
+from polyattn.trace import read
+from tests.hooks.traced_models import Block, llama, one, places, recorded, tokens
 
 X = torch.ones(2, 8)
 

@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor, nn
 
-from polyattn.errors import TraceError  # noqa: E402
-from polyattn.hooks import ActivationStatHook, JsonlSink, ModuleHookManager, trace  # noqa: E402
-from polyattn.trace import Record, TraceWriter, read  # noqa: E402
-from polyattn.trace.recorders.torch import tensor_statistics as kernels  # noqa: E402
-from tests.hooks.traced_models import one, recorded  # noqa: E402
+from polyattn.errors import TraceError
+from polyattn.hooks import ActivationStatHook, JsonlSink, ModuleHookManager, trace
+from polyattn.trace import Record, TraceWriter, read
+from polyattn.trace.recorders.torch import tensor_statistics as kernels
+from tests.hooks.traced_models import one, recorded
 
 
 def fails(t: Tensor) -> float:

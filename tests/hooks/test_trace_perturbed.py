@@ -6,12 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.errors import TraceError  # noqa: E402
-from polyattn.hooks import trace, trace_any  # noqa: E402
-from polyattn.trace import read  # noqa: E402
-from tests.hooks.traced_models import llama, tokens  # noqa: E402
+from polyattn.errors import TraceError
+from polyattn.hooks import trace, trace_any
+from polyattn.trace import read
+from tests.hooks.traced_models import llama, tokens
 
 X = torch.ones(2, 8)
 

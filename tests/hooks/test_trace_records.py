@@ -12,12 +12,12 @@ from tests.hooks.traced_models import Block, llama, one, places, recorded, token
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import trace, trace_step  # noqa: E402
-from polyattn.trace import read, sketch  # noqa: E402
-from polyattn.trace.fingerprints import fingerprint  # noqa: E402
-from polyattn.trace.statistics import statistics  # noqa: E402
+from polyattn.hooks import trace, trace_step
+from polyattn.trace import read, sketch
+from polyattn.trace.fingerprints import fingerprint
+from polyattn.trace.statistics import statistics
 
 
 def test_inputs_and_outputs_of_every_module_in_the_order_of_events(tmp_path: Path) -> None:

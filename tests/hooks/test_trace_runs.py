@@ -14,13 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.errors import TraceError  # noqa: E402
-from polyattn.hooks import ActivationStatHook, JsonlSink, ModuleHookManager, trace  # noqa: E402
-from polyattn.trace import read  # noqa: E402
-from tests.hooks.recording import state_of  # noqa: E402
-from tests.hooks.traced_models import Block, llama, places, tokens  # noqa: E402
+from polyattn.errors import TraceError
+from polyattn.hooks import ActivationStatHook, JsonlSink, ModuleHookManager, trace
+from polyattn.trace import read
+from tests.hooks.recording import state_of
+from tests.hooks.traced_models import Block, llama, places, tokens
 
 X = torch.ones(2, 8)
 

@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.errors import TraceError  # noqa: E402
-from polyattn.hooks import trace, trace_any, trace_step  # noqa: E402
-from polyattn.trace import read  # noqa: E402
-from tests.hooks.traced_models import Block, llama, recorded, tokens  # noqa: E402
+from polyattn.errors import TraceError
+from polyattn.hooks import trace, trace_any, trace_step
+from polyattn.trace import read
+from tests.hooks.traced_models import Block, llama, recorded, tokens
 
 X = torch.ones(2, 8)
 

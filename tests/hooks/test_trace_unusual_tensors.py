@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor, nn
 
-from polyattn.hooks import attach_activation_trace, detach_activation_trace, trace  # noqa: E402
-from polyattn.trace import Trace, read  # noqa: E402
-from polyattn.trace.recorders.torch import tensor_statistics as kernels  # noqa: E402
-from polyattn.trace.statistics import statistics  # noqa: E402
-from tests.hooks.traced_models import one, recorded  # noqa: E402
+from polyattn.hooks import attach_activation_trace, detach_activation_trace, trace
+from polyattn.trace import Trace, read
+from polyattn.trace.recorders.torch import tensor_statistics as kernels
+from polyattn.trace.statistics import statistics
+from tests.hooks.traced_models import one, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from polyattn.hooks import trace  # noqa: E402
-from polyattn.trace import Record, Trace, read  # noqa: E402
+from polyattn.hooks import trace
+from polyattn.trace import Record, Trace, read
 
 
 def llama(layers: int = 2, **options: Any) -> nn.Module:

@@ -3,12 +3,12 @@ import json
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.nn.functional as F  # noqa: E402
+import torch.nn.functional as F
 
-from polyattn import TuningError  # noqa: E402
-from polyattn.integrations.arrays import MOST_BYTES, StoredArray, take  # noqa: E402
-from polyattn.integrations.recording import Recorder, read_record, write_record  # noqa: E402
-from polyattn.integrations.sdpa_patch import route_sdpa  # noqa: E402
+from polyattn import TuningError
+from polyattn.integrations.arrays_as_text import MOST_BYTES, StoredArray, take
+from polyattn.integrations.recording import Recorder, read_record, write_record
+from polyattn.integrations.sdpa_patch import route_sdpa
 
 
 def recorded():

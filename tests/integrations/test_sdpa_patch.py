@@ -4,12 +4,12 @@ from typing import ClassVar
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.nn.functional as F  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention as imported_before  # noqa: E402
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention as imported_before
 
-from polyattn import Unsupported, record_selections, use_backend  # noqa: E402
-from polyattn.integrations.sdpa_patch import route_sdpa, routed  # noqa: E402
-from polyattn.torch.dropin import torch_sdpa  # noqa: E402
+from polyattn import Unsupported, record_selections, use_backend
+from polyattn.integrations.sdpa_patch import route_sdpa, routed
+from polyattn.torch.dropin import torch_sdpa
 
 
 class Heard:

@@ -15,9 +15,9 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from polyattn import knobs  # noqa: E402
-from polyattn.jax import flags  # noqa: E402
-from polyattn.jax.flags.reading import KNOBS  # noqa: E402
+from polyattn import flags as knobs
+from polyattn.jax import flags
+from polyattn.jax.flags.reading import KNOBS
 
 OPTIONS = {knob.name: knob for knob in KNOBS if knob.where.startswith("jax.config.")}
 PRESENT = {name: knob for name, knob in OPTIONS.items() if name in jax.config.values}

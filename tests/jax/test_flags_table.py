@@ -6,9 +6,9 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from polyattn import knobs  # noqa: E402
-from polyattn.jax import flags  # noqa: E402
-from polyattn.jax.flags.reading import KNOBS, why_absent  # noqa: E402
+from polyattn import flags as knobs
+from polyattn.jax import flags
+from polyattn.jax.flags.reading import KNOBS, why_absent
 
 GONE_THROUGH = "0.10.2"  # the jax whose options were all looked at
 OPTIONS = {knob.name: knob for knob in KNOBS if knob.where.startswith("jax.config.")}

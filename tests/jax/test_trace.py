@@ -13,18 +13,18 @@ jax = pytest.importorskip("jax")
 if not hasattr(jax, "make_user_context"):
     pytest.skip("this JAX has no make_user_context", allow_module_level=True)
 
-import jax.numpy as jnp  # noqa: E402
-import ml_dtypes  # noqa: E402
-import numpy as np  # noqa: E402
-from jax import lax  # noqa: E402
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
 
-from polyattn.errors import TraceError  # noqa: E402
-from polyattn.trace import read  # noqa: E402
-from polyattn.trace.recorders.jax import tap, trace  # noqa: E402
-from polyattn.trace.recorders.jax.host_statistics import ready  # noqa: E402
-from polyattn.trace.recorders.jax.sign_words import sign_words  # noqa: E402
-from polyattn.trace.statistics import statistics  # noqa: E402
-from polyattn.trace.statistics.sketch import decode, splitmix64  # noqa: E402
+from polyattn.errors import TraceError
+from polyattn.trace import read
+from polyattn.trace.recorders.jax import tap, trace
+from polyattn.trace.recorders.jax.host_statistics import ready
+from polyattn.trace.recorders.jax.sign_words import sign_words
+from polyattn.trace.statistics import statistics
+from polyattn.trace.statistics.sketch import decode, splitmix64
 
 RNG = np.random.default_rng(0)
 NORMAL = RNG.standard_normal((7, 33, 65))

@@ -13,13 +13,13 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(jax, "make_user_context"):
     pytest.skip("this JAX has no make_user_context", allow_module_level=True)
 
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax.numpy as jnp
+import numpy as np
 
-from polyattn.hooks import trace as torch_trace  # noqa: E402
-from polyattn.trace import read  # noqa: E402
-from polyattn.trace.compare import compare  # noqa: E402
-from polyattn.trace.recorders.jax import tap, trace  # noqa: E402
+from polyattn.hooks import trace as torch_trace
+from polyattn.trace import read
+from polyattn.trace.compare import compare
+from polyattn.trace.recorders.jax import tap, trace
 
 HEADS, WIDTH, EPS = 4, 16, 1e-6
 RULES = {

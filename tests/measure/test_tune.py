@@ -3,21 +3,22 @@ import json
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.nn.functional as F  # noqa: E402
+import torch.nn.functional as F
 
-from polyattn import Problem, knobs, use_backend  # noqa: E402
-from polyattn.integrations.recording import Case, Recorder  # noqa: E402
-from polyattn.integrations.sdpa_patch import route_sdpa  # noqa: E402
-from polyattn.measure.inputs import build  # noqa: E402
-from polyattn.measure.results import TuningResult  # noqa: E402
-from polyattn.measure.timing import time_interleaved  # noqa: E402
-from polyattn.measure.tune import Bounds, tune  # noqa: E402
-from polyattn.problem import MaskFacts  # noqa: E402
-from polyattn.selection.capabilities import ALL_MASKS, Capabilities  # noqa: E402
-from polyattn.selection.registry import Available, Backend, registry  # noqa: E402
-from polyattn.torch import explain  # noqa: E402
-from polyattn.torch.flags import snapshot  # noqa: E402
-from polyattn.tuning import digest, lookup  # noqa: E402
+from polyattn import Problem, use_backend
+from polyattn import flags as knobs
+from polyattn.integrations.recording import Case, Recorder
+from polyattn.integrations.sdpa_patch import route_sdpa
+from polyattn.measure.inputs import build
+from polyattn.measure.results import TuningResult
+from polyattn.measure.timing import time_interleaved
+from polyattn.measure.tune import Bounds, tune
+from polyattn.problem import MaskFacts
+from polyattn.selection.capabilities import ALL_MASKS, Capabilities
+from polyattn.selection.registry import Available, Backend, registry
+from polyattn.torch import explain
+from polyattn.torch.flags import snapshot
+from polyattn.tuning import digest, lookup
 
 QUICK = Bounds(prepare_s=20.0, prepare_total_s=0.0, again=0)
 P = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=8, layout="BNTH")

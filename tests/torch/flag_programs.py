@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from polyattn.errors import FlagsError
-from polyattn.knobs.cells import Access, Cell
+from polyattn.flags.cells import Access, Cell
 from polyattn.torch.flags import diff, flags, snapshot, table
 from polyattn.torch.flags.float32 import CELLS
 from polyattn.torch.flags.state import THREADS

@@ -283,7 +283,7 @@ def hooked(folder: Path) -> None:
 def snapshots(folder: Path) -> None:
     import json
 
-    from polyattn import knobs
+    from polyattn import flags as knobs
     from polyattn.torch.flags import FlagScope, Preset, deterministic, snapshot, table
 
     path = folder / "snapshot.json"
@@ -386,7 +386,7 @@ CALLS: dict[str, Call] = {
                     recorded),
     **dict.fromkeys(("polyattn.integrations.sdpa_patch.SdpaCall",
                      "polyattn.integrations.sdpa_patch.routed"), recorded),
-    **dict.fromkeys((f"polyattn.knobs.{name}" for name in
+    **dict.fromkeys((f"polyattn.flags.{name}" for name in
                      ("Knob", "Row", "check", "make", "read", "read_all")),
                     snapshots),
     **dict.fromkeys(("polyattn.torch.flags.FlagScope", "polyattn.torch.flags.Preset"), snapshots),

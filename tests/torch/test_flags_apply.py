@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn.errors import FlagsError  # noqa: E402
-from polyattn.knobs import make, read  # noqa: E402
-from polyattn.torch.flags import apply, diff, flags, snapshot  # noqa: E402
-from tests.torch.flag_programs import difference, kept, settable, some_state, stand  # noqa: E402
+from polyattn.errors import FlagsError
+from polyattn.flags import make, read
+from polyattn.torch.flags import apply, diff, flags, snapshot
+from tests.torch.flag_programs import difference, kept, settable, some_state, stand
 
 META = "polyattn.flags"
 VALUES = settable()

@@ -12,9 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn.torch.flags import flags, snapshot  # noqa: E402
-from polyattn.torch.flags.float32 import CELLS, CUDNN_BOOL, MATMUL_NAME  # noqa: E402
-from tests.torch.flag_programs import FLOAT32, kept  # noqa: E402
+from polyattn.torch.flags import flags, snapshot
+from polyattn.torch.flags.float32 import CELLS, CUDNN_BOOL, MATMUL_NAME
+from tests.torch.flag_programs import FLOAT32, kept
 
 GET, SET = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 LEVELS = [name for name in FLOAT32 if name not in (MATMUL_NAME, CUDNN_BOOL)]

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.torch import flag_programs  # noqa: E402
+from tests.torch import flag_programs
 
 PROGRAMS, PARTS = 10_000, 10
 STATES = 50  # so many programs start from the same random state

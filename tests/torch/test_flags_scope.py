@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn.errors import FlagsError  # noqa: E402
-from polyattn.knobs import stack  # noqa: E402
-from polyattn.torch.flags import (  # noqa: E402
+from polyattn.errors import FlagsError
+from polyattn.flags import stack
+from polyattn.torch.flags import (
     deterministic,
     diff,
     fastest,
@@ -25,8 +25,8 @@ from polyattn.torch.flags import (  # noqa: E402
     sdpa_priority,
     snapshot,
 )
-from polyattn.torch.flags.tables import access  # noqa: E402
-from tests.torch.flag_programs import kept, stand  # noqa: E402
+from polyattn.torch.flags.tables import access
+from tests.torch.flag_programs import kept, stand
 
 BENCHMARK = {"cudnn.benchmark": True}
 

@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn.errors import FlagsError  # noqa: E402
-from polyattn.torch.flags import Row, diff, flags, snapshot, table  # noqa: E402
-from polyattn.torch.flags.tables import access, accesses  # noqa: E402
-from tests.torch import flag_names  # noqa: E402
-from tests.torch.flag_programs import settable, stand  # noqa: E402
+from polyattn.errors import FlagsError
+from polyattn.torch.flags import Row, diff, flags, snapshot, table
+from polyattn.torch.flags.tables import access, accesses
+from tests.torch import flag_names
+from tests.torch.flag_programs import settable, stand
 
 MODULES = {
     "cpu", "cuda", "cuda.matmul", "cuda.cufft_plan_cache", "cudnn", "cudnn.conv", "cudnn.rnn",

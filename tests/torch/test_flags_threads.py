@@ -16,9 +16,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn.errors import FlagsError  # noqa: E402
-from polyattn.torch.flags import FlagsConflictWarning, flags, snapshot  # noqa: E402
-from tests.torch.flag_programs import Worker, stand  # noqa: E402
+from polyattn.errors import FlagsError
+from polyattn.torch.flags import FlagsConflictWarning, flags, snapshot
+from tests.torch.flag_programs import Worker, stand
 
 ON, OFF = {"cudnn.benchmark": True}, {"cudnn.benchmark": False}
 

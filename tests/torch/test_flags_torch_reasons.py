@@ -14,7 +14,7 @@ from polyattn import Causal, DenseBias
 from polyattn.masks import Window
 from polyattn.selection import Accepted, Rejected, Selection, Source
 from polyattn.selection.capabilities import Reason
-from polyattn.torch.door import admit
+from polyattn.torch.admission import admit
 from polyattn.torch.flags import torch_messages, torch_reasons
 
 

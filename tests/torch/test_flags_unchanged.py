@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn import Causal, Unsupported, use_backend  # noqa: E402
-from polyattn.selection.registry import registry  # noqa: E402
-from polyattn.torch import attention, explain, plan, scaled_dot_product_attention  # noqa: E402
-from polyattn.torch.flags import flags  # noqa: E402
-from tests.torch import public_calls  # noqa: E402
-from tests.torch.flag_programs import difference, stand  # noqa: E402
+from polyattn import Causal, Unsupported, use_backend
+from polyattn.selection.registry import registry
+from polyattn.torch import attention, explain, plan, scaled_dot_product_attention
+from polyattn.torch.flags import flags
+from tests.torch import public_calls
+from tests.torch.flag_programs import difference, stand
 
 UNUSUAL = {
     "cudnn.benchmark": True, "cudnn.deterministic": True, "cudnn.allow_tf32": False,

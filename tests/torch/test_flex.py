@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyattn import Problem
-from polyattn.backends.flex.torch import backend as flex
+from polyattn.backends.flex.torch import flex_kernel as flex
 from polyattn.backends.flex.torch import routes
 from polyattn.backends.flex.torch.blocks import block_cache
 from polyattn.errors import Unsupported
@@ -14,7 +14,7 @@ from polyattn.masks import BlockMap, Causal, Dense, Packed, Padding, PrefixLM, S
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.selection.registry import registry
 from polyattn.torch import attention
-from polyattn.torch.door import admit
+from polyattn.torch.admission import admit
 
 TINY = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 compiles_here = pytest.mark.skipif(not flex.can_compile("cpu"), reason="no compiler for CPUs")

@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn.errors import MissingDependency  # noqa: E402
-from polyattn.torch import internals  # noqa: E402
-from polyattn.torch.internals import memory, modules, rows, state, switches  # noqa: E402
+from polyattn.errors import MissingDependency
+from polyattn.torch import internals
+from polyattn.torch.internals import memory, modules, private_names, state, switches
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -23,7 +23,7 @@ CUDA = torch.version.cuda is not None or torch.version.hip is not None
 def test_a_row_says_in_which_torch_the_name_is(path: str) -> None:
     row = internals.ROWS[path]
     assert row.otherwise and row.seen and set(row.seen) <= set(internals.LOOKED_AT)
-    there = row.find() is not rows.MISSING
+    there = row.find() is not private_names.MISSING
     if row.build and not CUDA:
         pytest.skip(f"this is not {row.build}")
     if VERSION in internals.LOOKED_AT:
@@ -55,13 +55,13 @@ def test_a_missing_name_without_another_way_refuses_when_it_is_called() -> None:
     path = "torch._C._of_a_torch_to_come"
     try:
         with pytest.raises(MissingDependency, match=r"no torch\._C\._of_a_torch_to_come.*Without"):
-            rows.private(path, "nothing goes", seen=("2.15",))(1, x=2)
+            private_names.private(path, "nothing goes", seen=("2.15",))(1, x=2)
         with pytest.raises(MissingDependency, match="nothing goes"):
-            rows.deferred(path, "nothing goes")()
-        assert rows.private(path, "another way", len) is len
-        assert rows.deferred(path, "another way", len)() is len
+            private_names.deferred(path, "nothing goes")()
+        assert private_names.private(path, "another way", len) is len
+        assert private_names.deferred(path, "another way", len)() is len
     finally:
-        del rows.ROWS[path]
+        del private_names.ROWS[path]
 
 
 def test_the_slower_ways_say_the_same() -> None:

@@ -231,7 +231,7 @@ def test_other_dispatch_modes_do_not_cost_exactness() -> None:
 
 def test_jit_trace_of_the_kernels_reads_nothing() -> None:
     from polyattn.problem import MaskFacts, Problem
-    from polyattn.torch.door import admit
+    from polyattn.torch.admission import admit
 
     q = torch.randn(1, 2, 16, 8)
     call = admit(q, q, q, mask=Causal(), layout="BNTH")

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from polyattn.native import forms
 from polyattn.selection.evidence import KINDS
-from polyattn.selection.evidence.kinds import DTYPES, kind_of
+from polyattn.selection.evidence.problem_kinds import DTYPES, kind_of
 from polyattn.selection.registry import Available, registry
+from polyattn.torch.calibration_problems import TorchProber
 from polyattn.torch.flags import snapshot
-from polyattn.torch.prober import TorchProber
 
 PROBER = TorchProber()
 pytestmark = pytest.mark.skipif(
@@ -123,7 +123,7 @@ def test_nothing_is_tried_in_the_middle_of_something(within: Callable[[Any], Non
 def test_nothing_is_tried_in_a_forked_child(tmp_path: Path) -> None:
     code = """
     import os, torch
-    from polyattn.torch.prober import TorchProber
+    from polyattn.torch.calibration_problems import TorchProber
     torch.randn(512, 512) @ torch.randn(512, 512)
     child = os.fork()
     if child == 0:  # where torch would wait for threads that stayed behind, for ever

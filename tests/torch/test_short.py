@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyattn import Causal, PolyattnError, Window, record_selections, use_backend
 from polyattn.selection import scopes
-from polyattn.torch import attention, paged_attention, short
+from polyattn.torch import attention, paged_attention, short_way
 from polyattn.torch import scaled_dot_product_attention as sdpa
 from polyattn.torch.cache import Row, table
 from tests.torch.random_calls import draw
 
-pytestmark = pytest.mark.skipif(short.native is None, reason="the extension is not built")
+pytestmark = pytest.mark.skipif(short_way.native is None, reason="the extension is not built")
 
 DEFAULTS = {
     "mask": None, "bias": None, "scale": None, "softcap": None, "sinks": None, "dropout_p": 0.0,
@@ -46,8 +46,8 @@ def same(a: Any, b: Any) -> bool:
 def both(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Go both short ways; return what they give, which is the same."""
     arguments = q, k, v, *{**DEFAULTS, **options}.values()
-    mine = outcome(short.in_python.attention, *arguments)
-    theirs = outcome(short.native.attention, *arguments)
+    mine = outcome(short_way.in_python.attention, *arguments)
+    theirs = outcome(short_way.native.attention, *arguments)
     assert same(mine, theirs), (mine, theirs)
     return theirs
 
@@ -84,7 +84,7 @@ def test_calls_of_any_kind(around: str) -> None:
                     break
             if call.options.get("dropout_p"):
                 continue
-            found += both(call.q, call.k, call.v, **call.options) is not short.MISSED
+            found += both(call.q, call.k, call.v, **call.options) is not short_way.MISSED
     assert (found == 0) == (around == "autocast")
 
 
@@ -96,13 +96,13 @@ def test_calls_that_are_recorded_go_the_short_way_too() -> None:
         sdpa(*(one.transpose(1, 2) for one in (x, k, v)))
         attention(x, k, v, mask=Causal())
     with record_selections() as outer, record_selections() as inner:
-        for way in (short.in_python, short.native):
+        for way in (short_way.in_python, short_way.native):
             for x in (q, other):  # the newest entry, and one that is found by its shapes
                 for mask in (None, Causal()):
                     options = {**DEFAULTS, "mask": mask}
-                    assert way.attention(x, k, v, *options.values()) is not short.MISSED
+                    assert way.attention(x, k, v, *options.values()) is not short_way.MISSED
                 turned = (one.transpose(1, 2) for one in (x, k, v))
-                assert way.sdpa(*turned, None, 0.0, False, None, False) is not short.MISSED
+                assert way.sdpa(*turned, None, 0.0, False, None, False) is not short_way.MISSED
     assert len(inner) == 12 and inner[:6] == inner[6:]
     assert list(outer) == list(inner)
     assert [one.problem.q_len for one in inner[:6]] == [4, 4, 4, 6, 6, 6]
@@ -115,17 +115,17 @@ def test_a_scope_a_switch_and_the_environment_change_the_entry(
     q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
     for _ in range(3):
         attention(q, k, v)
-    assert both(q, k, v) is not short.MISSED
+    assert both(q, k, v) is not short_way.MISSED
     with use_backend("sdpa_math"):
-        assert both(q, k, v) is short.MISSED
+        assert both(q, k, v) is short_way.MISSED
     with sdpa_kernel(SDPBackend.MATH):
-        assert both(q, k, v) is short.MISSED
+        assert both(q, k, v) is short_way.MISSED
     monkeypatch.setenv("POLYATTN_BACKEND", "sdpa_math")
-    assert both(q, k, v) is short.MISSED
+    assert both(q, k, v) is short_way.MISSED
     monkeypatch.undo()
-    assert both(q, k, v) is not short.MISSED
+    assert both(q, k, v) is not short_way.MISSED
     scopes.invalidate()
-    assert both(q, k, v) is short.MISSED
+    assert both(q, k, v) is short_way.MISSED
 
 
 def test_what_is_no_call_is_left_alone() -> None:
@@ -134,11 +134,11 @@ def test_what_is_no_call_is_left_alone() -> None:
     for _ in range(2):
         attention(q, q, q)
     for x in (nested, None, 3, torch.randn(1, 4, 2, 8).to_sparse()):
-        assert both(q, q, x) is short.MISSED
+        assert both(q, q, x) is short_way.MISSED
     for options in ({"mask": q}, {"mask": []}, {"layout": []}, {"backend": {}}, {"scale": q}):
-        assert both(q, q, q, **options) is short.MISSED
+        assert both(q, q, q, **options) is short_way.MISSED
     with pytest.raises(TypeError, match="got 1 arguments, expected 13"):
-        short.native.attention(q)
+        short_way.native.attention(q)
 
 
 def test_masks_share_an_entry_where_they_are_equal() -> None:
@@ -146,9 +146,9 @@ def test_masks_share_an_entry_where_they_are_equal() -> None:
     for mask in (Causal(), Causal() & Window(left=2)):
         for _ in range(3):
             attention(q, k, v, mask=mask)
-        assert both(q, k, v, mask=mask) is not short.MISSED
-    assert both(q, k, v, mask=Causal() & Window(left=2)) is not short.MISSED
-    assert both(q, k, v, mask=Causal() & Window(left=3)) is short.MISSED
+        assert both(q, k, v, mask=mask) is not short_way.MISSED
+    assert both(q, k, v, mask=Causal() & Window(left=2)) is not short_way.MISSED
+    assert both(q, k, v, mask=Causal() & Window(left=3)) is short_way.MISSED
 
 
 def test_errors_of_kernels_reach_the_caller_and_nothing_runs_twice() -> None:
@@ -164,7 +164,7 @@ def test_errors_of_kernels_reach_the_caller_and_nothing_runs_twice() -> None:
         gc.collect()
         raise LookupError("of the kernel")
 
-    for way in (short.in_python, short.native):
+    for way in (short_way.in_python, short_way.native):
         table.rows[key] = Row(row.check, fails, row.plan, {}, {})
         table.changed()
         with pytest.raises(LookupError, match="of the kernel"):
@@ -177,8 +177,8 @@ def test_references_are_given_back() -> None:
     mask, scale = Causal(), float("0.25")
     for _ in range(3):
         attention(q, k, v, mask=mask, scale=scale)
-    held = [q, k, v, mask, scale, short.MISSED]
-    run = lambda options: short.native.attention(q, k, v, *{**DEFAULTS, **options}.values())  # noqa: E731
+    held = [q, k, v, mask, scale, short_way.MISSED]
+    run = lambda options: short_way.native.attention(q, k, v, *{**DEFAULTS, **options}.values())  # noqa: E731
     both_kinds = {"mask": mask, "scale": scale}, {"mask": mask, "scale": 0.75}
     for options in both_kinds:
         run(options)
@@ -195,13 +195,13 @@ def test_the_drop_in_and_pages() -> None:
         sdpa(q, k, v, is_causal=True)
     for causal in (True, False):
         arguments = q, k, v, None, 0.0, causal, None, False
-        mine, theirs = short.in_python.sdpa(*arguments), short.native.sdpa(*arguments)
-        assert same(mine, theirs) and (theirs is short.MISSED) != causal
+        mine, theirs = short_way.in_python.sdpa(*arguments), short_way.native.sdpa(*arguments)
+        assert same(mine, theirs) and (theirs is short_way.MISSED) != causal
     pages, query = torch.randn(8, 16, 2, 32), torch.randn(2, 1, 4, 32)
     where = torch.tensor([[5, 0], [3, 7]]), torch.tensor([20, 3])
     for _ in range(3):
         paged_attention(query, pages, pages, *where)
     for mask in (Causal(), None):
         arguments = query, pages, pages, *where, mask, None, None, None, "BTNH", False, None
-        mine, theirs = short.in_python.paged(*arguments), short.native.paged(*arguments)
-        assert same(mine, theirs) and (theirs is short.MISSED) == (mask is None)
+        mine, theirs = short_way.in_python.paged(*arguments), short_way.native.paged(*arguments)
+        assert same(mine, theirs) and (theirs is short_way.MISSED) == (mask is None)

@@ -16,18 +16,18 @@ from polyattn.masks import And, Full, Mask
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.masks.simplify import simplify
 from polyattn.selection import scopes
-from polyattn.torch import attention, dispatch, dropin, explain, short
+from polyattn.torch import attention, dropin, explain, long_way, short_way
 from polyattn.torch.cache import table
-from polyattn.torch.spans import size_class, span_of
+from polyattn.torch.size_classes import size_class, span_of
 from polyattn.tuning.lookup import problem_class
 
-WAYS = [way for way in (short.in_python, short.native) if way is not None]
+WAYS = [way for way in (short_way.in_python, short_way.native) if way is not None]
 
 
 @pytest.fixture(params=WAYS, ids=["python", "native"][: len(WAYS)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("attention", "sdpa"):
-        monkeypatch.setattr(short, name, getattr(request.param, name))
+        monkeypatch.setattr(short_way, name, getattr(request.param, name))
     attention(*step(4), layout="BNTH")  # plugins are looked for, which ends an epoch
     scopes.invalidate()
     yield request.param
@@ -38,13 +38,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that were admitted and planned, which each length of a class shares."""
     found: list[Any] = []
-    plan_for = dispatch.plan_for
+    prepare = long_way.prepare
 
     def counted(problem: Any, wishes: Any) -> Any:
         found.append(problem)
-        return plan_for(problem, wishes)
+        return prepare(problem, wishes)
 
-    monkeypatch.setattr(dispatch, "plan_for", counted)
+    monkeypatch.setattr(long_way, "prepare", counted)
     return found
 
 
@@ -203,7 +203,7 @@ def test_a_request_that_another_backend_meets_is_met_for_each_length(way: Any) -
 
 
 def test_both_forms_of_the_short_way_have_the_same_classes(monkeypatch: Any) -> None:
-    if short.native is None:
+    if short_way.native is None:
         pytest.skip("the extension is not built")
     draw = random.Random(0)
     sizes = (1, 2, 3, 16, 17, 18, 32, 33, 64, 65)
@@ -215,7 +215,7 @@ def test_both_forms_of_the_short_way_have_the_same_classes(monkeypatch: Any) -> 
         b, t, s = (draw.choice((x, x, draw.choice(sizes))) for x in (b, t, s))
         other = torch.randn(b, 2, t, 8), *torch.randn(2, b, 2, s, 8)
         options = (None, None, None, None, None, 0.0, "BNTH", False, None, None)
-        found = [way.attention(*other, *options) is not short.MISSED for way in WAYS]
+        found = [way.attention(*other, *options) is not short_way.MISSED for way in WAYS]
         assert found[0] == found[1], (b, t, s)
         reached.append(found[0])
     assert 30 < sum(reached) < 270

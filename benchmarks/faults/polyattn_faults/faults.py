@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyattn.bench.trace.command import Options
+from polyattn.bench.trace.bench_trace import Options
 from polyattn.errors import MissingDependency
 from polyattn.trace.recorders.torch.weights import remembered_fingerprints
 from polyattn_faults.answers import Reference, answer, said

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyattn.bench.generate import command as generate
-from polyattn.bench.harm import command as harm
-from polyattn.bench.trace import command as trace
+from polyattn.bench.generate import bench_generate as generate
+from polyattn.bench.harm import bench_harm as harm
+from polyattn.bench.trace import bench_trace as trace
 from polyattn.errors import MissingDependency, PolyattnError
 
 __all__ = ["main"]
@@ -133,7 +133,8 @@ def _cpu(options: argparse.Namespace) -> int:
             "got `bench cpu` without PyTorch, expected torch: pip install 'polyattn[torch]'"
         )
     from polyattn.bench import records
-    from polyattn.bench.cpu import report, run
+    from polyattn.bench.cpu import bench_cpu as run
+    from polyattn.bench.cpu import cpu_table as report
     from polyattn.bench.report import say
 
     asked = run.Options(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyattn import knobs
+from polyattn import flags as knobs
 from polyattn.errors import FlagsError, PolyattnError
 
 __all__ = ["check", "difference", "notes"]

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyattn.bench import cases, machine
-from polyattn.bench.cases import Case, Missing
+from polyattn.bench import machine
+from polyattn.bench import overhead_cases as cases
+from polyattn.bench.overhead_cases import Case, Missing
 from polyattn.bench.records import SCHEMA
 from polyattn.bench.timing import PAIRS, Pair, Rounds, time_pairs
 from polyattn.errors import MissingDependency, PolyattnError

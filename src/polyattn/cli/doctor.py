@@ -20,7 +20,7 @@ from polyattn.cli.doctor_native import native_report, native_rows
 from polyattn.cli.flags_table import FRAMEWORKS, flags_of, installed, knob_table
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.errors import PolyattnError, SettingsError, near_matches
-from polyattn.knobs import Row
+from polyattn.flags import Row
 from polyattn.problem.processor import identity, processor
 from polyattn.selection.registry import Available, Backend, registry
 from polyattn.tuning import lookup

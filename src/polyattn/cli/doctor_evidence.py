@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn import settings
-from polyattn.selection.evidence import here
-from polyattn.selection.evidence.kinds import DTYPES
-from polyattn.selection.evidence.rows import SOURCE
+from polyattn.selection.evidence import of_machine
+from polyattn.selection.evidence.calibrated_rows import SOURCE
+from polyattn.selection.evidence.problem_kinds import DTYPES
 from polyattn.selection.registry import Available, registry
 
 __all__ = ["evidence_report", "evidence_rows"]
@@ -18,7 +18,7 @@ __all__ = ["evidence_report", "evidence_rows"]
 
 def evidence_report() -> dict[str, Any]:
     """Return the evidence in force on this machine: the record that fits, and every figure."""
-    known = here.in_force("torch")
+    known = of_machine.this_machine("torch")
     return {
         "native": isinstance(registry.probe(("torch", "native_cpu")), Available),
         "record": known.record,

@@ -14,9 +14,9 @@ from polyattn.errors import PolyattnError, Unsupported
 from polyattn.problem import DTYPES, LAYOUTS, Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import Accepted, Decision, Selection
-from polyattn.selection.choice import choose, current_wishes
-from polyattn.selection.decide import Wishes
+from polyattn.selection.prepare import select_here
 from polyattn.selection.requests import Request
+from polyattn.selection.wishes import Wishes, current_wishes
 
 __all__ = ["main"]
 
@@ -126,7 +126,7 @@ def _answer(
         problem = problem.with_(device=facts.device, arch=facts.arch)
     wishes = _wishes(options)
     try:
-        return problem, choose(problem, wishes, facts)
+        return problem, select_here(problem, wishes, facts)
     except Unsupported as error:
         return problem, error
 

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polyattn import knobs
+from polyattn import flags as knobs
 from polyattn.cli.arguments import parser
 from polyattn.cli.flags_table import FRAMEWORKS, details, find, flags_of, installed, knob_table
 from polyattn.cli.printing import console, emit_json, note, table
 from polyattn.errors import FlagsError, PolyattnError, near_matches
-from polyattn.knobs import Row
-from polyattn.knobs.snapshot import Snapshot, read_all
+from polyattn.flags import Row
+from polyattn.flags.snapshot import Snapshot, read_all
 
 __all__ = ["main"]
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from polyattn.cli.printing import table
 from polyattn.errors import FlagsError, MissingDependency, near_matches
-from polyattn.knobs import Knob, Row
-from polyattn.knobs.knob import Directory
+from polyattn.flags import Knob, Row
+from polyattn.flags.knob import Directory
 
 if TYPE_CHECKING:
     from types import ModuleType

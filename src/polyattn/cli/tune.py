@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from polyattn import knobs
+from polyattn import flags as knobs
 from polyattn.cli.arguments import number, parser, split_program
 from polyattn.cli.printing import console, emit_json, note, seconds, table
 from polyattn.cli.program import check_program

@@ -17,7 +17,7 @@ from polyattn.conformance.tolerance import Yardstick, measure
 from polyattn.selection.capabilities import Reason
 from polyattn.selection.registry import Backend
 from polyattn.torch import attention
-from polyattn.torch.door import Call, admit
+from polyattn.torch.admission import Call, admit
 
 __all__ = ["Outcome", "Subject", "Verdict", "examine", "subject"]
 

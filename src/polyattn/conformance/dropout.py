@@ -9,7 +9,7 @@ from polyattn.conformance.check import Verdict
 from polyattn.conformance.inputs import build
 from polyattn.selection.registry import Backend
 from polyattn.torch import attention
-from polyattn.torch.door import admit
+from polyattn.torch.admission import admit
 
 __all__ = ["examine_dropout"]
 

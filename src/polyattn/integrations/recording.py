@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import InvalidProblem, TuningError
-from polyattn.integrations.arrays import StoredArray, take
+from polyattn.integrations.arrays_as_text import StoredArray, take
 from polyattn.integrations.sdpa_patch import SdpaCall
 from polyattn.problem import Problem
 from polyattn.selection import Selection

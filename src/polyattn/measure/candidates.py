@@ -23,9 +23,9 @@ from polyattn.measure.timing import once
 from polyattn.measure.verify import Check, Truth
 from polyattn.problem import Problem
 from polyattn.selection import Accepted, Selection, Source
-from polyattn.selection.choice import prepared
-from polyattn.selection.decide import decide
+from polyattn.selection.prepare import kernel_of
 from polyattn.selection.registry import registry
+from polyattn.selection.select import decision_on
 
 __all__ = ["Candidate", "TimeLimitExceeded", "candidates", "ready", "time_limit"]
 
@@ -70,7 +70,7 @@ def candidates(problem: Problem) -> list[Candidate]:
     for backend in registry.backends(problem.framework):
         if backend.capabilities_for(problem.device).exactness != "exact":
             continue  # never chosen automatically, so its time decides nothing
-        if isinstance(decide(backend, problem, registry), Accepted):
+        if isinstance(decision_on(backend, problem, registry), Accepted):
             configs = registry.configurations(backend, problem)
             distinct = {json.dumps(c, sort_keys=True): c for c in configs}
             found += [Candidate(backend.name, config) for config in distinct.values()]
@@ -155,7 +155,7 @@ def _prepare(candidate: Candidate, inputs: Inputs, truth: Truth) -> None:
 
 def _forward(candidate: Candidate, inputs: Inputs, problem: Problem) -> Callable[[], Any]:
     chosen = Selection(candidate.backend, Source.TUNED, candidate.config, problem=problem)
-    kernel = prepared(chosen, problem)
+    kernel = kernel_of(chosen, problem)
     q, k, v, mask, bias, sinks = (
         inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.sinks,
     )  # fmt: skip

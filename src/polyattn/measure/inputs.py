@@ -14,7 +14,7 @@ from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.measure.signatures import bias_like, mask_like
 from polyattn.problem import Problem
-from polyattn.torch.door import admit
+from polyattn.torch.admission import admit
 
 __all__ = ["Inputs", "build"]
 

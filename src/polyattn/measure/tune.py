@@ -26,9 +26,10 @@ from polyattn.measure.timing import Times, time_interleaved
 from polyattn.measure.verify import Truth
 from polyattn.problem import Problem
 from polyattn.selection import scopes
-from polyattn.selection.choice import choose
-from polyattn.selection.decide import Wishes, select
+from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import registry
+from polyattn.selection.select import select
+from polyattn.selection.wishes import Wishes
 from polyattn.torch.flags import snapshot
 from polyattn.torch.platform import device_description, library_versions
 from polyattn.tuning import Key, Measurement, digest, lookup
@@ -282,7 +283,7 @@ def _judge(case: CaseResult, able: dict[str, Candidate], bounds: Bounds) -> dict
     if not able:
         return {}
     try:
-        chosen = choose(case.problem, Wishes())
+        chosen = select_here(case.problem, Wishes())
         heuristic = select(case.problem, Wishes(), registry)
     except Unsupported as error:
         case.skipped = str(error).splitlines()[0]

@@ -1,8 +1,8 @@
 """From a problem to a backend: who asks, who can, who is preferred; imports no framework.
 
 Who asks: `scopes`, `requests`. Who can: `capabilities`, `backend`, `registry`. Who is preferred:
-`heuristics`, on the `evidence` of measured times. `decide` weighs them and gives a `Selection`;
-`choice` gathers the wishes in force and prepares the kernel that was chosen.
+`heuristics`, on the `evidence` of measured times. Two verbs: `select` weighs them and gives a
+`Selection`; `prepare` has the kernel of a selection made, and gives a `Plan`.
 """
 
 from polyattn.selection.selection import Accepted as Accepted

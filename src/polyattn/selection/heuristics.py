@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from polyattn.problem import Problem
 from polyattn.selection.capabilities import arch_number
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence
-from polyattn.selection.evidence.kinds import is_small, trains, work_of
+from polyattn.selection.evidence.problem_kinds import is_small, trains, work_of
 
 __all__ = ["EVIDENCE", "ROWS", "Row", "preference"]
 
@@ -37,7 +37,7 @@ class Row:
 
 EVIDENCE = (
     "vendor, family and instruction sets of the processor, torch's release and the threads: a "
-    "record of such a machine (polyattn.selection.evidence.records), or a calibration of this one"
+    "record of such a machine (polyattn.selection.evidence.shipped), or a calibration of this one"
 )
 _UNMEASURED_GPU = "no record: nothing of this package ran on a GPU yet"
 _OWN = frozenset({"sdpa_flash", "sdpa_math"})

@@ -1,8 +1,8 @@
 """``attention``: one call, every kernel.
 
-A call that is like an earlier one goes the short way (`polyattn.torch.short`) to the kernel that
-was prepared then. Everything else happens once for each class of calls, in
-`polyattn.torch.dispatch`.
+A call that is like an earlier one goes the short way (`polyattn.torch.short_way`) to the kernel
+that was prepared then. Everything else happens once for each class of calls, in
+`polyattn.torch.long_way`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import Selection, platforms
-from polyattn.selection.choice import choose
+from polyattn.selection.prepare import select_here
 from polyattn.selection.requests import Request
-from polyattn.torch import platform, short
-from polyattn.torch.dispatch import AttentionWay, dispatch, resolve, wishes_here
-from polyattn.torch.door import admit
+from polyattn.torch import platform, short_way
+from polyattn.torch.admission import admit
+from polyattn.torch.call_types import Backends, Options, Step
 from polyattn.torch.keys import Key, key_for
-from polyattn.torch.signatures import Backends, Options, Step
+from polyattn.torch.long_way import AttentionWay, dispatch, prepare_call, wishes_here
 from polyattn.torch.traced import attention as traced_attention
 
 __all__ = ["attention", "explain", "plan"]
 
-_MISSED = short.MISSED
+_MISSED = short_way.MISSED
 
 
 @overload
@@ -102,8 +102,8 @@ def attention(
     if is_dynamo_compiling():
         return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
                                 layout, return_lse, deterministic, backend)  # fmt: skip
-    found = short.attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout,
-                            return_lse, deterministic, backend)  # fmt: skip
+    found = short_way.attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
+                                layout, return_lse, deterministic, backend)  # fmt: skip
     if found is not _MISSED:
         return found
     if _are_symbolic(query, key):  # as torch.export and make_fx trace without Dynamo
@@ -145,7 +145,7 @@ def plan(
     """
     options = {**_DEFAULTS, **_known_options(options)}
     way = AttentionWay(options)
-    chosen, call = resolve(way, query, key, value, backend)
+    chosen, call = prepare_call(way, query, key, value, backend)
     run = way.runner(chosen, call)
     mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
     if (
@@ -202,7 +202,7 @@ def explain(
     layer = None
     if supported_attention_backends is not None:
         layer = frozenset(Request.make(supported_attention_backends).names)
-    selection = choose(problem, wishes_here(backend, layer), facts)
+    selection = select_here(problem, wishes_here(backend, layer), facts)
     if call is None or facts is not None or not cast(Tensor, query).is_cuda:
         return selection
     from polyattn.torch.flags.torch_reasons import explained  # only here: calls do not need it

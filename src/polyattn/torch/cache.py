@@ -18,7 +18,7 @@ from polyattn.masks.simplify import simplify
 from polyattn.problem import MaskFacts, Problem
 from polyattn.selection import Selection, scopes
 from polyattn.torch.keys import Key
-from polyattn.torch.spans import size_class
+from polyattn.torch.size_classes import size_class
 
 __all__ = ["PLAIN", "Entry", "Row", "Table", "Wide", "resized", "table", "wide_of"]
 
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class Wide(NamedTuple):
-    """What runs for tensors of a class of sizes (see `polyattn.torch.spans`).
+    """What runs for tensors of a class of sizes (see `polyattn.torch.size_classes`).
 
     ``check(q, k, v)`` compares all but batch and lengths; from `low` to `high` keys count.
     """
@@ -58,7 +58,8 @@ class Wide(NamedTuple):
 class Row(NamedTuple):
     """The entries of one key: the newest laid open, and all of them by the shapes of q, k, v.
 
-    `by_class`: those that serve classes of sizes, by :func:`polyattn.torch.spans.size_class`.
+    `by_class`: those that serve classes of sizes, by
+    :func:`polyattn.torch.size_classes.size_class`.
     """
 
     check: Callable[..., bool]

@@ -27,12 +27,14 @@ from polyattn.masks import Causal, Dense, Mask
 from polyattn.masks.biases import DenseBias
 from polyattn.problem.admission import SdpaFacts, only_torch
 from polyattn.selection import Selection, Source, scopes
-from polyattn.selection.choice import Plan, current_wishes, wishes
+from polyattn.selection.prepare import Plan
 from polyattn.selection.registry import registry
-from polyattn.torch import short, traced
+from polyattn.selection.wishes import current_wishes, wishes_of
+from polyattn.torch import short_way, traced
+from polyattn.torch.admission import Call, admit, facts_of
 from polyattn.torch.cache import PLAIN
-from polyattn.torch.dispatch import AttentionWay, dispatch, runner
-from polyattn.torch.door import Call, admit, facts_of
+from polyattn.torch.call_model import facts_of as facts_of_model
+from polyattn.torch.call_model import model_of_sdpa
 from polyattn.torch.internals import (
     are_overrides_on,
     are_transforms_active,
@@ -45,8 +47,7 @@ from polyattn.torch.internals import (
     tracing_state,
 )
 from polyattn.torch.keys import Key, key_for, switches
-from polyattn.torch.model import facts_of as facts_of_model
-from polyattn.torch.model import model_of_sdpa
+from polyattn.torch.long_way import AttentionWay, dispatch, runner
 
 __all__ = [
     "hand_to_torch",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 _state = scopes.state
-_MISSED = short.MISSED
+_MISSED = short_way.MISSED
 _CAUSAL = Causal("top_left")
 _NAME = "scaled_dot_product_attention"
 
@@ -88,7 +89,7 @@ def scaled_dot_product_attention(
     """
     if is_dynamo_compiling():
         return trace(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    found = short.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    found = short_way.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if found is not _MISSED:
         return found  # type: ignore[no-any-return]
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -275,7 +276,7 @@ def _selection(reason: str, scope: str | None, module: str | None) -> Selection:
 
 def _refused(reason: str, scope: str | None, module: str | None) -> str | None:
     """Return which request gives way to torch's own function, if one does; raise if it may not."""
-    wanted = wishes(None, None, scope, module)
+    wanted = wishes_of(None, None, scope, module)
     asked = [(str(source), f"asks for {_listed(r.names)}") for source, r in wanted.ordered()]
     barred = [name for name in wanted.scope.never if name in registry.groups()["torch_sdpa"]]
     if barred:

@@ -13,7 +13,7 @@ from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.selection import scopes
 from polyattn.torch.internals import is_allowed, is_grad_enabled
 from polyattn.torch.internals import is_deterministic as determined
-from polyattn.torch.spans import LAYOUTS
+from polyattn.torch.size_classes import LAYOUTS
 
 __all__ = [
     "STRANGE",

@@ -15,18 +15,18 @@ from torch.compiler import is_dynamo_compiling
 
 from polyattn.masks import Causal, Mask
 from polyattn.problem.admission import admit_pages, check_lengths
-from polyattn.selection.choice import Plan
-from polyattn.torch import short
-from polyattn.torch.dispatch import dispatch
-from polyattn.torch.door import FRONT, Call
+from polyattn.selection.prepare import Plan
+from polyattn.torch import short_way
+from polyattn.torch.admission import FRONT, Call
+from polyattn.torch.call_types import Backends, PagedOptions
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.kit.empty import answer_empty
-from polyattn.torch.signatures import Backends, PagedOptions
+from polyattn.torch.long_way import dispatch
 from polyattn.torch.traced import refuse
 
 __all__ = ["paged_attention"]
 
-_MISSED = short.MISSED
+_MISSED = short_way.MISSED
 _CAUSAL = Causal()
 
 
@@ -110,8 +110,8 @@ def paged_attention(
             "got paged_attention inside torch.compile, expected an eager call; call it outside of "
             "the compiled function."
         )
-    found = short.paged(query, key_pages, value_pages, block_table, lengths, mask, scale, softcap,
-                        sinks, layout, return_lse, backend)  # fmt: skip
+    found = short_way.paged(query, key_pages, value_pages, block_table, lengths, mask, scale,
+                            softcap, sinks, layout, return_lse, backend)  # fmt: skip
     if found is not _MISSED:
         return found
     options = {

@@ -10,7 +10,7 @@ import torch
 
 from polyattn.problem.processor import identity, processor, processors_quota, processors_usable
 from polyattn.selection.platforms import Described
-from polyattn.torch.prober import TorchProber
+from polyattn.torch.calibration_problems import TorchProber
 
 __all__ = ["described", "device_description", "library_versions", "present_device", "prober"]
 

@@ -2,8 +2,8 @@
 
 What is read of the surroundings are attributes that the compiler guards (see
 `polyattn.selection.scopes`). Admission and selection are one function of constants: a *model* of
-the call (see `polyattn.torch.model`), in which lengths that the compiler keeps symbolic are stood
-in for, and kernels take their sizes from the tensors.
+the call (see `polyattn.torch.call_model`), in which lengths that the compiler keeps symbolic are
+stood in for, and kernels take their sizes from the tensors.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from polyattn.problem import Problem
 from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
 from polyattn.selection import Selection, scopes
-from polyattn.selection.choice import Plan, plan_for, wishes
-from polyattn.selection.decide import Wishes
-from polyattn.torch.dispatch import switched_on
-from polyattn.torch.door import arch_of
+from polyattn.selection.prepare import Plan, prepare
+from polyattn.selection.wishes import Wishes, wishes_of
+from polyattn.torch.admission import arch_of
+from polyattn.torch.call_model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
 from polyattn.torch.internals import mark_constant, order_effects, passed_on
 from polyattn.torch.keys import switches
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.kit.masking import bind_mask
-from polyattn.torch.lengths import limits_of, with_numbers
-from polyattn.torch.model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
+from polyattn.torch.long_way import switched_on
+from polyattn.torch.open_lengths import limits_of, with_numbers
 
 __all__ = ["as_text", "attention", "from_text", "note", "noted", "refuse", "through_compiler"]
 
@@ -74,9 +74,9 @@ def attention(
     name, simple = "", None
     if mask is None and bias is None and sinks is None and _is_plain(q, k, v, layout):
         sizes, found, bounds = plain_model_of(q, k, v, layout == "BNTH", asked, _limits_of_plain)
-        name = "" if found is None else _resolve_plain(found, bounds, asked)
+        name = "" if found is None else _prepare_plain(found, bounds, asked)
     if name == "":
-        q, k, v, sizes, simple, name = _resolved(q, k, v, mask, bias, sinks, layout, asked)
+        q, k, v, sizes, simple, name = _prepared(q, k, v, mask, bias, sinks, layout, asked)
     if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0 or sizes[3] == 0:
         return answer_empty(layout, return_lse, q, k, v, sinks, bias)
     if simple is not None:
@@ -107,7 +107,7 @@ def _is_plain(q: Any, k: Any, v: Any, layout: Any) -> bool:
     )
 
 
-def _resolved(
+def _prepared(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, asked: Any
 ) -> tuple[Any, Any, Any, Any, Any, str]:
     """Return q, k and v as autocast makes them, what may be empty, the mask, and the name."""
@@ -116,10 +116,10 @@ def _resolved(
         cast = torch.get_autocast_dtype(q.device.type)
     asked = (*asked, cast)
     sizes, simple, model, bounds = model_of(q, k, v, mask, bias, sinks, layout, asked, _limits_of)
-    name = "" if model is None else _resolve(model, bounds, asked, False)
+    name = "" if model is None else _prepare(model, bounds, asked, False)
     if name == "":  # wrong, or one whose symbolic sizes nothing can stand in for
         sizes, simple, model, _ = model_of(q, k, v, mask, bias, sinks, layout, asked, None)
-        name = _resolve(model, None, asked, True)
+        name = _prepare(model, None, asked, True)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     return q, k, v, sizes, simple, name
@@ -163,11 +163,11 @@ class _Constants:
         raise AssertionError("nothing is known of a compiled call's arrays")
 
 
-def _resolve(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
-    """Admit a call and choose its backend; returns the name of what runs it among the kernels.
+def _prepare(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
+    """Admit a call and select its backend; returns the name of what runs it among the kernels.
 
-    `bounds`: see :func:`polyattn.torch.model.model_of`; None for a model of the very sizes. Not
-    `strict`: "" for what is no call, since only such a model can say why.
+    `bounds`: see :func:`polyattn.torch.call_model.model_of`; None for a model of the very sizes.
+    Not `strict`: "" for what is no call, since only such a model can say why.
     """
     _define_note()
     asked = _with_numbers_as_text(asked)
@@ -178,7 +178,7 @@ def _resolve(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
     known = None if key is None else _names.get(key)
     if known is None:
         try:
-            known = _planned(model, asked)
+            known = _kernel_named(model, asked)
         except InvalidProblem as error:
             if not strict:
                 return ""
@@ -190,7 +190,7 @@ def _resolve(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
     return known
 
 
-mark_constant(_resolve)
+mark_constant(_prepare)
 
 
 def _with_numbers_as_text(asked: Any) -> Any:
@@ -210,18 +210,18 @@ def _key(model: Any, asked: Any) -> Any:
     return key
 
 
-def _resolve_plain(found: Any, bounds: Any, asked: Any) -> str:
+def _prepare_plain(found: Any, bounds: Any, asked: Any) -> str:
     """Resolve a call of three tensors and nothing else, not strictly; "" under autocast."""
     if _is_autocast_enabled(found[2][0][1].type):
         return ""
-    return _resolve(model_of_plain(found), bounds, (*asked, None), False)
+    return _prepare(model_of_plain(found), bounds, (*asked, None), False)
 
 
-mark_constant(_resolve_plain)
+mark_constant(_prepare_plain)
 
 
 def _limits_of(model: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ...]:
-    """Return up to which key lengths one choice serves; see `polyattn.torch.lengths`."""
+    """Return up to which key lengths one choice serves; see `polyattn.torch.open_lengths`."""
     asked = _with_numbers_as_text(asked)
     key = _key((model, bounds), asked)
     known = None if key is None else _limits.get(key)
@@ -249,8 +249,8 @@ def _number_of(name: str) -> int:
 mark_constant(_number_of)
 
 
-def _planned(model: Any, asked: Any) -> str:
-    plan = plan_for(_problem_of(model, asked), _wishes(asked))
+def _kernel_named(model: Any, asked: Any) -> str:
+    plan = prepare(_problem_of(model, asked), _wishes(asked))
     with scopes.lock:
         number = next(_counter)
         _plans[number] = plan
@@ -271,7 +271,7 @@ def _problem_of(model: Any, asked: Any) -> Problem:
 
 def _wishes(asked: Any) -> Wishes:
     backend, scope, traced, module = asked[6:10]
-    wanted = wishes(backend, None, traced if traced is not None else scope, module)
+    wanted = wishes_of(backend, None, traced if traced is not None else scope, module)
     # the switches are read while tracing, as torch's own function does
     return replace(wanted, left=switched_on())
 

@@ -249,7 +249,7 @@ def test_determinism(tmp_path: Path) -> None:
 
 
 def test_flags_and_their_differences(tmp_path: Path) -> None:
-    from polyattn.knobs import make
+    from polyattn.flags import make
 
     a = trace(Transformer(layers=1), tmp_path / "a.jsonl", flags=make("torch", {"x": True}, {}))
     b = trace(Transformer(layers=1), tmp_path / "b.jsonl", flags=make("torch", {"x": False}, {}))

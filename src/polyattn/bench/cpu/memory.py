@@ -59,7 +59,7 @@ def _measured(asked: dict[str, Any]) -> float | None:
 
     import torch
 
-    from polyattn.bench.cpu.inputs import Inputs
+    from polyattn.bench.cpu.case_arrays import Inputs
     from polyattn.bench.cpu.ways import ours, torch_ways
 
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):

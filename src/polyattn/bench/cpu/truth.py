@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyattn.bench.cpu.inputs import Inputs
+from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.ways import Way
 from polyattn.conformance import tolerance
 from polyattn.conformance.tolerance import Yardstick

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import BLOCK, WINDOW
-from polyattn.bench.cpu.inputs import Inputs
 from polyattn.bench.cpu.repeats import Step, once
 from polyattn.errors import PolyattnError
 from polyattn.torch import attention, explain

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.bench.generate.rows import Row
+from polyattn.bench.generate.generated import Row
 from polyattn.bench.generate.sides import Generated
 from polyattn.bench.generate.worker import Answers, Turn
 from polyattn.bench.trace.overhead_timing import summary

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyattn.bench.generate.rows import Row
+from polyattn.bench.generate.generated import Row
 
 __all__ = ["FRAMES", "MODELS", "Sizes", "build", "prompt"]
 

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from polyattn.bench.generate.rows import Row
+from polyattn.bench.generate.generated import Row
 
 __all__ = ["Watch"]
 

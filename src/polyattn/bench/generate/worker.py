@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polyattn.bench.generate.rows import Row
+from polyattn.bench.generate.generated import Row
 from polyattn.bench.generate.watch import Watch
 
 __all__ = ["READY", "SIDES", "Answers", "Job", "Turn", "work"]

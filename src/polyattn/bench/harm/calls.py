@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from polyattn.bench.cpu.inputs import Inputs
+from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.ways import Unable, Way, ours, step
 from polyattn.bench.harm.problems import UserCase
 from polyattn.errors import Unsupported

@@ -18,7 +18,7 @@ from polyattn.bench.trace.overhead_timing import Rounds, summary, time_cases
 from polyattn.trace import read
 
 if TYPE_CHECKING:
-    from polyattn.bench.trace.command import Options
+    from polyattn.bench.trace.bench_trace import Options
 
 __all__ = ["GOAL_BYTES", "measure", "table"]
 

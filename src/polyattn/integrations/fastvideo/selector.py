@@ -22,11 +22,12 @@ from polyattn.integrations.fastvideo.layer import AttentionBackend, backend_clas
 from polyattn.problem import Problem
 from polyattn.selection import Accepted, Decision, Rejected, Selection, Source, scopes
 from polyattn.selection.capabilities import Reason
-from polyattn.selection.choice import choose, current_wishes
 from polyattn.selection.platforms import platform_of
+from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import registry
 from polyattn.selection.requests import Request
 from polyattn.selection.spelling import is_of_the_field, spelt
+from polyattn.selection.wishes import current_wishes
 
 __all__ = [
     "NO_REQUEST",
@@ -226,7 +227,7 @@ def _selected(
     if requested is None:
         scope = replace(wishes.scope, names=())
         wishes = replace(wishes, scope=scope, module=Request(), env=Request())
-    selection = choose(problem, wishes)
+    selection = select_here(problem, wishes)
     if not selection.source.is_request:
         selection = _preferring(selection, preferred)
     return selection, _others(problem, selection, wishes)

@@ -15,7 +15,7 @@ nothing and starts no backend.
 
 from __future__ import annotations
 
+from polyattn.flags import diff
 from polyattn.jax.flags.reading import snapshot, table
-from polyattn.knobs import diff
 
 __all__ = ["diff", "snapshot", "table"]

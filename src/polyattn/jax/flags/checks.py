@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.jax.flags.rows import config
+from polyattn.jax.flags.declare import config
 
 __all__ = ["CHECKS"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
+from polyattn.flags import Knob, Row, make
+from polyattn.flags.snapshot import Snapshot
 from polyattn.jax.flags.checks import CHECKS
 from polyattn.jax.flags.execution import EXECUTION
 from polyattn.jax.flags.results import RESULTS
 from polyattn.jax.flags.surroundings import QUERIES, VARIABLES, Unreadable, ask, started
-from polyattn.knobs import Knob, Row, make
-from polyattn.knobs.snapshot import Snapshot
 
 __all__ = ["KNOBS", "snapshot", "table", "why_absent"]
 

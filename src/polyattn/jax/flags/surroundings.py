@@ -13,7 +13,7 @@ import jax
 import jaxlib
 
 from polyattn import settings
-from polyattn.jax.flags.rows import query, variable
+from polyattn.jax.flags.declare import query, variable
 
 __all__ = ["NOT_STARTED", "QUERIES", "VARIABLES", "Unreadable", "ask", "started"]
 

@@ -6,7 +6,7 @@ this one; of a processor of which nothing is known there is none, and torch's ow
 """
 
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence, Figure, Verdict
-from polyattn.selection.evidence.kinds import KINDS, kind_of
+from polyattn.selection.evidence.problem_kinds import KINDS, kind_of
 from polyattn.selection.processor_kind import Machine
 
 __all__ = ["KINDS", "UNMEASURED", "Evidence", "Figure", "Machine", "Verdict", "kind_of"]

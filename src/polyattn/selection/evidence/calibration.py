@@ -16,11 +16,11 @@ from polyattn.errors import PolyattnError
 from polyattn.problem import Problem
 from polyattn.selection import Accepted, Selection, Source, scopes
 from polyattn.selection.backend import FAULTS
-from polyattn.selection.evidence import here
+from polyattn.selection.evidence import of_machine
+from polyattn.selection.evidence.calibrated_rows import entries_of
 from polyattn.selection.evidence.comparing import BUSY, Compared, compare
 from polyattn.selection.evidence.figures import Evidence, Figure
-from polyattn.selection.evidence.kinds import is_small, kind_of, kinds_beside, work_of
-from polyattn.selection.evidence.rows import entries_of
+from polyattn.selection.evidence.problem_kinds import is_small, kind_of, kinds_beside, work_of
 from polyattn.selection.platforms import Probe, Prober, find_platform
 from polyattn.tuning import Key, Measurement, TuningTable
 
@@ -65,7 +65,7 @@ def calibrate(problem: Problem) -> bool:
     if (
         platform is None
         or platform.prober is None
-        or here.is_assumed()
+        or of_machine.is_assumed()
         or problem.compiled
         or work_of(problem) < CALIBRATED_FROM
         or not settings.current().calibration
@@ -80,10 +80,10 @@ def calibrate(problem: Problem) -> bool:
 
 
 def _calibrated(prober: Prober, problem: Problem) -> bool:
-    place = here.place_of(problem.framework)
-    known = here.in_force(problem.framework)
+    place = of_machine.place_of(problem.framework)
+    known = of_machine.this_machine(problem.framework)
     dtype, kinds = problem.dtype, kinds_beside(kind_of(problem))
-    if place is None or not here.kept.may_try(place, dtype, kinds[0]):
+    if place is None or not of_machine.kept.may_try(place, dtype, kinds[0]):
         return False
     figures: dict[tuple[str, str], Figure] = {}
     undecided: dict[tuple[str, str], str] = {}
@@ -107,9 +107,9 @@ def _calibrated(prober: Prober, problem: Problem) -> bool:
                 probe.problem, kind, probe.rival, result.native_s, result.figure, result.pairs,
                 probe.error, probe.tolerance, place.device, place.versions,
             )  # fmt: skip
-    here.kept.add(place, figures, undecided)
+    of_machine.kept.add(place, figures, undecided)
     _write(entries)
-    _choose_again(problem)
+    _select_again(problem)
     return True
 
 
@@ -136,9 +136,9 @@ def _write(entries: list[tuple[Key, Measurement]]) -> None:
         table.record_all(entries)
 
 
-def _choose_again(problem: Problem) -> None:
+def _select_again(problem: Problem) -> None:
     """Forget the choices that were made without a figure, if one of them would be another now."""
-    known = here.in_force(problem.framework).figures
+    known = of_machine.this_machine(problem.framework).figures
     asked = {key for key in list(_in_vain) if key[0] == problem.dtype and key in known}
     _in_vain.difference_update(asked)
     if any(known[key].prefers_native for key in asked):

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from polyattn.selection.evidence.calibrated_rows import SOURCE
 from polyattn.selection.evidence.figures import Figure
-from polyattn.selection.evidence.rows import SOURCE
 
 __all__ = ["BUSY", "SCATTERED", "Compared", "compare", "waited_s"]
 

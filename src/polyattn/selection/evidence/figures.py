@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from polyattn.problem import Problem
-from polyattn.selection.evidence.kinds import KINDS, is_band, is_small, kind_of, share_of, trains
+from polyattn.selection.evidence.problem_kinds import (
+    KINDS,
+    is_band,
+    is_small,
+    kind_of,
+    share_of,
+    trains,
+)
 
 __all__ = ["UNMEASURED", "Evidence", "Figure", "Verdict"]
 

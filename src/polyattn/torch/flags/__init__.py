@@ -13,7 +13,7 @@ restore how everything stands. Importing this changes nothing.
 {}
 """
 
-from polyattn.knobs import FlagsConflictWarning, Knob, Row, diff
+from polyattn.flags import FlagsConflictWarning, Knob, Row, diff
 from polyattn.torch.flags.can_use import (
     CanUse,
     can_use_cudnn_attention,

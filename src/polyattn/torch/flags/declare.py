@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from polyattn.knobs.cells import Access, Cell, Single
-from polyattn.knobs.knob import Knob, Type
+from polyattn.flags.cells import Access, Cell, Single
+from polyattn.flags.knob import Knob, Type
 from polyattn.torch.internals.switches import has_xpu
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from polyattn.knobs.cells import Cells
+from polyattn.flags.cells import Cells
 from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.internals import compiled_frames
 from polyattn.torch.internals.switches import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polyattn.knobs.cells import Access
+from polyattn.flags.cells import Access
 from polyattn.torch.flags.declare import CUDA_BUILD, ROCM_BUILD, enum_name, knob, query, version
 from polyattn.torch.flags.sdpa_order import order, put_order, take_order
 from polyattn.torch.flags.state import OPT_EINSUM

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from polyattn.knobs.cells import Access, Cell
+from polyattn.flags.cells import Access, Cell
 from polyattn.torch.flags.declare import XPU_BUILD, knob
 from polyattn.torch.flags.float32 import (
     CELLS,

@@ -11,7 +11,7 @@ import torch.backends.xnnpack
 import torch.nn.attention
 
 from polyattn import settings
-from polyattn.knobs.cells import Access
+from polyattn.flags.cells import Access
 from polyattn.torch.flags.declare import build, function, query
 from polyattn.torch.internals.switches import ABSENT, fact, filter_state, library
 

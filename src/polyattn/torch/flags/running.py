@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
-from polyattn.knobs.cells import Access
+from polyattn.flags.cells import Access
 from polyattn.torch.flags.declare import knob, query
 from polyattn.torch.flags.state import DETERMINISM, THREADS, inductor_deterministic, put_inductor
 from polyattn.torch.internals import INDUCTOR_CONFIG

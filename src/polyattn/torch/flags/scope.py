@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 from polyattn.errors import FlagsError
-from polyattn.knobs import snapshot as snapshots
-from polyattn.knobs.cells import Access
-from polyattn.knobs.knob import check_value
-from polyattn.knobs.stack import Change, Entry, Stack
+from polyattn.flags import snapshot as snapshots
+from polyattn.flags.cells import Access
+from polyattn.flags.knob import check_value
+from polyattn.flags.stack import Change, Entry, Stack
 from polyattn.torch.flags import tables
 from polyattn.torch.flags.tables import access
 

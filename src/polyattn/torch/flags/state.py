@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from polyattn import settings
-from polyattn.knobs.cells import Cells
+from polyattn.flags.cells import Cells
 from polyattn.torch.internals import inductor_config, is_deterministic
 from polyattn.torch.internals.switches import deterministic_warn_only, reductions, set_deterministic
 

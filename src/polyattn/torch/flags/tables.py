@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from polyattn.knobs import snapshot as snapshots
-from polyattn.knobs.cells import Access
-from polyattn.knobs.knob import Directory, Row
+from polyattn.flags import snapshot as snapshots
+from polyattn.flags.cells import Access
+from polyattn.flags.knob import Directory, Row
 from polyattn.torch.flags.declare import first_line
 from polyattn.torch.flags.kernels import kernels
 from polyattn.torch.flags.precision import precision

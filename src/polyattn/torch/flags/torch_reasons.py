@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyattn.selection import Rejected, Selection
 from polyattn.selection.capabilities import Reason
-from polyattn.torch.door import Call
+from polyattn.torch.admission import Call
 from polyattn.torch.flags.hushed import hushed
 from polyattn.torch.flags.torch_messages import by_backend, translate
 from polyattn.torch.internals import can_use

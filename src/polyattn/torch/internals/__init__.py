@@ -78,7 +78,7 @@ from polyattn.torch.internals.operators import (
     replace_operator,
     torch_sdpa,
 )
-from polyattn.torch.internals.rows import LOOKED_AT, ROWS, Private
+from polyattn.torch.internals.private_names import LOOKED_AT, ROWS, Private
 from polyattn.torch.internals.state import (
     are_overrides_on,
     are_transforms_active,

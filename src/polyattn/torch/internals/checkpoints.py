@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils import checkpoint as _checkpoint
 
-from polyattn.torch.internals.rows import MISSING, noted
+from polyattn.torch.internals.private_names import MISSING, noted
 
 __all__ = ["checkpointed_regions"]
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from polyattn.torch.internals.rows import deferred, noted
+from polyattn.torch.internals.private_names import deferred, noted
 
 __all__ = [
     "break_graph",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.torch.internals.rows import MISSING, deferred, noted, private
+from polyattn.torch.internals.private_names import MISSING, deferred, noted, private
 from polyattn.torch.internals.state import are_transforms_active
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from polyattn.torch.internals.rows import private
+from polyattn.torch.internals.private_names import private
 
 __all__ = ["address_of", "is_lazy_copy", "is_zero_tensor"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyattn.torch.internals.rows import MISSING, noted
+from polyattn.torch.internals.private_names import MISSING, noted
 
 __all__ = [
     "call_code",

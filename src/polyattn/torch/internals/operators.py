@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polyattn.torch.internals.rows import MISSING, ROWS, private
+from polyattn.torch.internals.private_names import MISSING, ROWS, private
 
 __all__ = [
     "OPERATORS_MODULE",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from polyattn.torch.internals.rows import MISSING, noted, private
+from polyattn.torch.internals.private_names import MISSING, noted, private
 
 __all__ = [
     "are_overrides_on",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polyattn.torch.internals.rows import MISSING, noted, private
+from polyattn.torch.internals.private_names import MISSING, noted, private
 
 __all__ = [
     "ABSENT",

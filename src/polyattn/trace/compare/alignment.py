@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyattn.trace.compare import order, rules, weights
+from polyattn.trace.compare import alignment_by_place as order
+from polyattn.trace.compare import rules, weights
 from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.side import Module, Side, alike, same_class
 from polyattn.trace.fingerprints import matches

@@ -15,12 +15,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from polyattn.trace.compare.changes import Changes
+from polyattn.trace.compare.changes_in_place import Changes
+from polyattn.trace.compare.differences_of_form import Form
 from polyattn.trace.compare.drift import fed
-from polyattn.trace.compare.form import Form
 from polyattn.trace.compare.frames import Frame, ancestors
-from polyattn.trace.compare.handing import withheld
 from polyattn.trace.compare.judge import Called, Event, coarse
+from polyattn.trace.compare.not_handed_on import withheld
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import JUMP
 from polyattn.trace.compare.verdict import Culprit

@@ -17,10 +17,10 @@ from polyattn.trace.compare.frames import Frame
 from polyattn.trace.compare.judge import Called, Event, judge
 from polyattn.trace.compare.noise import noise_notes
 from polyattn.trace.compare.parameters import Difference, meant
-from polyattn.trace.compare.rows import rows as rows_of
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import Thresholds, Tolerance
 from polyattn.trace.compare.verdict import Coverage, Culprit, Guard, Verdict
+from polyattn.trace.compare.verdict_rows import rows as rows_of
 from polyattn.trace.format.contents import Trace
 from polyattn.trace.format.reader import read
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from polyattn.trace.compare import rules as rules_
 from polyattn.trace.compare.alignment import align
+from polyattn.trace.compare.differences_of_form import Form
 from polyattn.trace.compare.distance import distance, floating
-from polyattn.trace.compare.form import Form
 from polyattn.trace.compare.judge import Event, Tensor, judge
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import Thresholds

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from polyattn.errors import PolyattnError, TraceError
-from polyattn.knobs import diff, lines
+from polyattn.flags import diff, lines
 from polyattn.trace.compare.alignment import Alignment
 from polyattn.trace.compare.calibration import Floor, build
 from polyattn.trace.compare.distance import floating

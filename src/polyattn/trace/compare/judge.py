@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from polyattn.trace.compare.alignment import Alignment, Match, calls
 from polyattn.trace.compare.distance import COARSE, Distance, distance, floating, precision
 from polyattn.trace.compare.frames import Frame
-from polyattn.trace.compare.tensors import pair
+from polyattn.trace.compare.tensor_pairs import pair
 from polyattn.trace.compare.thresholds import Limit, Thresholds
 from polyattn.trace.format.record import Record
 

@@ -115,7 +115,7 @@ class Verdict:
         return 2 if self.equal is None else int(not self.equal)
 
     def __str__(self) -> str:
-        from polyattn.trace.compare.text import text
+        from polyattn.trace.compare.verdict_text import text
 
         return text(self)
 

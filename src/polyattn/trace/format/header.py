@@ -28,7 +28,7 @@ class Header:
 
     `created`: ISO 8601. `world`: how many ranks there are, `rank` which one this file is of.
     `framework`: torch, jax, numpy or any other. `versions`: of libraries. `flags`: snapshots as of
-    ``polyattn.knobs``. `seed`. `dtypes`: how many parameters have each. `modules`: the class of
+    ``polyattn.flags``. `seed`. `dtypes`: how many parameters have each. `modules`: the class of
     each module by name. `selection`: what was asked to be recorded. `weights`: fingerprints by the
     parameter's name (:mod:`polyattn.trace.fingerprints`). `argv`: the command. `extra`: names that
     this version does not know, kept.

@@ -1,5 +1,5 @@
-"""torch's FlexAttention; see `polyattn.backends.flex.torch.backend`."""
+"""torch's FlexAttention; see `polyattn.backends.flex.torch.flex_kernel`."""
 
-from polyattn.backends.flex.torch.backend import load
+from polyattn.backends.flex.torch.flex_kernel import load
 
 __all__ = ["load"]

@@ -9,6 +9,11 @@ wrong values for a strided last dim (copied), and an lse of 0 for empty rows (re
 operator adds boolean masks up as numbers (never handed any).
 """
 
-from polyattn.backends.sdpa.torch.backend import load_cudnn, load_efficient, load_flash, load_math
+from polyattn.backends.sdpa.torch.sdpa_kernels import (
+    load_cudnn,
+    load_efficient,
+    load_flash,
+    load_math,
+)
 
 __all__ = ["load_cudnn", "load_efficient", "load_flash", "load_math"]

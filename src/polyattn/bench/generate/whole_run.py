@@ -11,7 +11,7 @@ from typing import Any
 
 from polyattn.bench import machine
 from polyattn.bench.generate.figures import figures
-from polyattn.bench.generate.rows import Row
+from polyattn.bench.generate.generated import Row
 from polyattn.bench.generate.sides import SideFailed, Sides
 from polyattn.bench.generate.worker import SIDES, Job
 from polyattn.bench.records import SCHEMA

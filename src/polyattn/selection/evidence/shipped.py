@@ -16,7 +16,7 @@ from typing import Any
 
 from polyattn.errors import PolyattnError
 from polyattn.selection.evidence.figures import Figure
-from polyattn.selection.evidence.kinds import DTYPES, KINDS
+from polyattn.selection.evidence.problem_kinds import DTYPES, KINDS
 from polyattn.selection.processor_kind import Machine
 
 __all__ = ["SCHEMA", "Record", "find", "parse", "shipped"]

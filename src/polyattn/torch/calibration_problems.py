@@ -22,7 +22,7 @@ from polyattn.masks import Causal
 from polyattn.native import forms, module
 from polyattn.problem import MaskFacts, Problem
 from polyattn.selection import Selection, Source
-from polyattn.selection.choice import prepared
+from polyattn.selection.prepare import kernel_of
 from polyattn.selection.processor_kind import Machine
 from polyattn.selection.registry import Available
 from polyattn.torch.internals import (
@@ -146,7 +146,7 @@ def _step(
     backend: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[], tuple[Any, ...]]:
     """Return what runs a backend's kernel, with the backward pass where the problem trains."""
-    kernel = prepared(Selection(backend, Source.HEURISTIC), problem)
+    kernel = kernel_of(Selection(backend, Source.HEURISTIC), problem)
     mask = None if problem.mask is None else Causal("top_left")
 
     def forward() -> tuple[Any, ...]:

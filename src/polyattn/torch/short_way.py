@@ -3,7 +3,7 @@
 One small key of options and a compiled check of the three tensors (their types, dtypes, devices,
 shapes, strides, gradients, dispatch state), then the kernel. Each function runs its call, or gives
 :data:`MISSED` without having called a kernel: then the call is of a new class, or a wrong one, or
-somebody watches it, all of which `polyattn.torch.dispatch` is for.
+somebody watches it, all of which `polyattn.torch.long_way` is for.
 
 The functions here say what that is. Where the native extension is built, its class ``Door``
 (native/src/door.cpp) does the same, in a third of the time.
@@ -23,7 +23,7 @@ from polyattn.errors import MissingDependency
 from polyattn.masks import And, Causal, Dense, Full, Or, Window
 from polyattn.native.module import load
 from polyattn.selection import scopes
-from polyattn.torch import recompute
+from polyattn.torch import checkpoints
 from polyattn.torch.cache import PLAIN, resized, table, wide_of
 from polyattn.torch.internals import is_grad_enabled
 from polyattn.torch.keys import (
@@ -140,7 +140,7 @@ def _is_taken(q: Any, k: Any, v: Any) -> bool:
         return False
     if q.is_nested or k.is_nested or v.is_nested:  # with which no check can be asked
         return False
-    return not (_state.armed and recompute.is_possible())
+    return not (_state.armed and checkpoints.is_possible())
 
 
 def _plainest(q: Any, k: Any, v: Any, layout: Any) -> tuple[Any, Any]:
@@ -188,7 +188,7 @@ def _in_native() -> Any:
         return None
     parts = (
         MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
-        scopes.scope, scopes.recording, determined, is_grad_enabled, *SWITCHES, *recompute.ASKED,
+        scopes.scope, scopes.recording, determined, is_grad_enabled, *SWITCHES, *checkpoints.ASKED,
         environ, _BACKEND, array_key, bias_key, mask_key, resized, Dense, (Causal, Full, Window),
         (And, Or), "attention", "sdpa", "paged", "BNTH",
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 A compiler keeps batch and lengths symbolic, and what is decided about a call may not depend on them
 but by comparisons, which it guards. In the model they are therefore names (:data:`B`, :data:`T`,
-:data:`S`), for which `polyattn.torch.lengths` puts numbers, such that two sizes are equal in the
-model exactly where they are equal in the call: whether arguments fit each other is the same
+:data:`S`), for which `polyattn.torch.open_lengths` puts numbers, such that two sizes are equal in
+the model exactly where they are equal in the call: whether arguments fit each other is the same
 question of both. Where a size has no name and no number, and to say in an error what was really
 given, the model holds the sizes themselves.
 """
@@ -98,7 +98,7 @@ def model_of(
     The model is nested tuples of constants, or None where only an exact one can be made. The bounds
     are what batch and queries are up to, powers of two (for queries 0 where they are as many as
     keys), the order of T and S, and a number for the keys. `limits`: None for an exact model, else
-    ``(model, bounds, asked) -> ((limit, number), ...)``, see `polyattn.torch.lengths`.
+    ``(model, bounds, asked) -> ((limit, number), ...)``, see `polyattn.torch.open_lengths`.
     """
     exact = limits is None
     rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout) if isinstance(layout, str) else None

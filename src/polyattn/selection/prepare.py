@@ -1,4 +1,4 @@
-"""From a problem to a callable, for any framework: the wishes in force, the choice, the kernel."""
+"""From a problem and wishes to a callable, for any framework: select, then prepare the kernel."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from polyattn import settings
 from polyattn.errors import MissingDependency, PolyattnError
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
-from polyattn.selection import Selection, scopes
-from polyattn.selection.decide import Tuned, Wishes, select
-from polyattn.selection.evidence import UNMEASURED, Evidence, calibration, here
+from polyattn.selection import Selection
+from polyattn.selection.evidence import UNMEASURED, Evidence, calibration, of_machine
 from polyattn.selection.first_result import FirstResult
 from polyattn.selection.platforms import find_platform
 from polyattn.selection.registry import Backend, registry
-from polyattn.selection.requests import Request
+from polyattn.selection.select import Tuned, select
+from polyattn.selection.wishes import Wishes
 from polyattn.tuning import lookup
 
-__all__ = ["Plan", "choose", "current_wishes", "plan_for", "prepared", "wishes"]
+__all__ = ["Plan", "kernel_of", "prepare", "select_here"]
 
 Kernel = Callable[..., Any]
-_NOTHING = Request()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice and the kernel that it prepared: ``kernel(q, k, v, mask, bias, sinks)``."""
+    """A selection, and the kernel prepared for it: ``kernel(q, k, v, mask, bias, sinks)``."""
 
     selection: Selection
     kernel: Kernel
@@ -37,63 +36,19 @@ class Plan:
     def is_final(self) -> bool:
         """Whether the kernel may be kept: that of a plugin still checks its first result.
 
-        Once that was right, :func:`plan_for` gives the bare kernel for the same problem.
+        Once that was right, :func:`prepare` gives the bare kernel for the same problem.
         """
         return not isinstance(self.kernel, FirstResult)
 
 
-def wishes(
-    backend: Any = None,
-    layer: frozenset[str] | None = None,
-    scope: str | None = None,
-    module: str | None = None,
-    left: frozenset[str] | None = None,
-) -> Wishes:
-    """Gather everything that is asked for; unknown names raise UnknownBackend.
-
-    `backend`: as given to the call. `layer`: what the layer supports. `scope`, `module`: what is in
-    force around the call, encoded, as a compiler's guards hold them. `left`: as in :class:`Wishes`.
-    """
-    forced = scopes.state.forced
-    env = settings.current().backend
-    policy = (module or "").partition("\n")[0]
-    return Wishes(
-        forced=Request(registry.expand(forced, asked_by="force")) if forced else _NOTHING,
-        call=_NOTHING if backend is None else Request.make(_names(backend)),
-        scope=Request.decode(scope) if scope else _NOTHING,
-        module=_NOTHING if policy in ("", "-") else Request.decode(policy),
-        env=Request(registry.expand(env, asked_by="POLYATTN_BACKEND")) if env else _NOTHING,
-        layer=layer,
-        left=left,
-        on_unsupported=settings.current().on_unsupported,
-    )
-
-
-def current_wishes(
-    backend: Any = None, layer: frozenset[str] | None = None, left: frozenset[str] | None = None
-) -> Wishes:
-    """Gather everything that is asked for here: at the call, by its layer, and all around it.
-
-    >>> from polyattn import use_backend
-    >>> with use_backend("flex"):
-    ...     [(str(source), request.names) for source, request in current_wishes().ordered()]
-    [('SCOPE', ('flex',))]
-    """
-    return wishes(backend, layer, scopes.current_scope(), scopes.local.module, left)
-
-
-def _names(backend: Any) -> tuple[Any, ...]:
-    return tuple(backend) if isinstance(backend, (list, tuple)) else (backend,)
-
-
-def choose(problem: Problem, wishes: Wishes, facts: Facts | None = None) -> Selection:
+def select_here(problem: Problem, wishes: Wishes, facts: Facts | None = None) -> Selection:
     """Select a backend for the problem; measured times of this machine take part.
 
     Where the choice would rest on a figure that nobody has measured yet, the machine is calibrated
     first, if it may be here (see `polyattn.selection.evidence`). With `facts` nothing is.
     """
     if facts is not None:
-        return select(problem, wishes, registry, facts=facts, evidence=here.told(facts))
+        return select(problem, wishes, registry, facts=facts, evidence=of_machine.told(facts))
     tuned = _tuned(problem)
     evidence = _evidence(problem)
     selection = select(problem, wishes, registry, tuned=tuned, evidence=evidence)
@@ -103,7 +58,7 @@ def choose(problem: Problem, wishes: Wishes, facts: Facts | None = None) -> Sele
 
 
 def _evidence(problem: Problem) -> Evidence:
-    return here.in_force(problem.framework) if problem.device == "cpu" else UNMEASURED
+    return of_machine.this_machine(problem.framework) if problem.device == "cpu" else UNMEASURED
 
 
 def _tuned(problem: Problem) -> list[Tuned]:
@@ -114,14 +69,14 @@ def _tuned(problem: Problem) -> list[Tuned]:
     return [Tuned(row.backend, json.loads(row.config), row.median_s) for row in rows]
 
 
-def plan_for(problem: Problem, wishes: Wishes) -> Plan:
+def prepare(problem: Problem, wishes: Wishes) -> Plan:
     """Select and prepare. A backend that lied in its probe is distrusted, and asked no more.
 
     Raises MissingDependency where one that was asked for cannot be loaded, PolyattnError where it
     gives nothing that can be called; an automatic choice goes to the next.
     """
     while True:
-        selection = choose(problem, wishes)
+        selection = select_here(problem, wishes)
         backend = registry.get(selection.backend, problem.framework)
         try:
             return Plan(selection, _first_checked(backend, selection, problem))
@@ -157,7 +112,7 @@ def _told(error: Exception) -> str:
     return f"loading it raised {type(error).__name__}: {error}"
 
 
-def prepared(selection: Selection, problem: Problem) -> Kernel:
+def kernel_of(selection: Selection, problem: Problem) -> Kernel:
     """Return the kernel of a selection, loading its backend if this is its first use."""
     backend = registry.get(selection.backend, problem.framework)
     prepare = _loaded(backend).prepare
@@ -178,7 +133,7 @@ def _called(function: Callable[[], Any]) -> Any:
 
 def _first_checked(backend: Backend, selection: Selection, problem: Problem) -> Kernel:
     """Prepare; a plugin's kernel is checked until one result for such a problem was right."""
-    kernel = prepared(selection, problem)
+    kernel = kernel_of(selection, problem)
     if problem.compiled or registry.is_in_tree(backend):
         return kernel
     right = _loaded(backend).right

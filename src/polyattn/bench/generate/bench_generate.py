@@ -54,8 +54,8 @@ def run(options: argparse.Namespace) -> int:
             "got --record without FILE beside --quick, --only, --tokens, --threads or "
             "--known-lengths, expected a whole run for the record of the machine; name a FILE."
         )
-    from polyattn.bench.generate.rows import chosen
-    from polyattn.bench.generate.run import Options, measure
+    from polyattn.bench.generate.generated import chosen
+    from polyattn.bench.generate.whole_run import Options, measure
     from polyattn.bench.report import say
 
     asked = Options(
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _tell(record: dict[str, Any], options: argparse.Namespace) -> None:
     from polyattn.bench import records
-    from polyattn.bench.generate.report import print_record
+    from polyattn.bench.generate.generate_table import print_record
     from polyattn.bench.report import say
 
     if options.json:

@@ -19,18 +19,26 @@ from polyattn.errors import Unsupported
 from polyattn.masks import Dense
 from polyattn.problem import Problem
 from polyattn.selection import Rejected, scopes
-from polyattn.selection.choice import Plan, current_wishes, plan_for, prepared
-from polyattn.selection.decide import Wishes
+from polyattn.selection.prepare import Plan, kernel_of, prepare
 from polyattn.selection.registry import registry
-from polyattn.torch import recompute
+from polyattn.selection.wishes import Wishes, current_wishes
+from polyattn.torch import checkpoints
+from polyattn.torch.admission import Call, admit, rebind
 from polyattn.torch.cache import Entry, Wide, resized, table
-from polyattn.torch.checks import tensor_check
-from polyattn.torch.door import Call, admit, rebind
 from polyattn.torch.keys import Key, switches
 from polyattn.torch.kit.empty import answer_empty
-from polyattn.torch.spans import size_class, span_of
+from polyattn.torch.size_classes import size_class, span_of
+from polyattn.torch.tensor_checks import tensor_check
 
-__all__ = ["AttentionWay", "Way", "dispatch", "resolve", "runner", "switched_on", "wishes_here"]
+__all__ = [
+    "AttentionWay",
+    "Way",
+    "dispatch",
+    "prepare_call",
+    "runner",
+    "switched_on",
+    "wishes_here",
+]
 
 _state = scopes.state
 
@@ -76,13 +84,13 @@ class AttentionWay:
 def dispatch(
     way: Way, key: Key | None, q: Any, k: Any, v: Any, arguments: tuple[Any, ...], backend: Any
 ) -> Any:
-    """Resolve what the table does not hold, replay checkpointed regions, record, run.
+    """Prepare what the table does not hold, replay checkpointed regions, record, run.
 
     `arguments`: what the way's runner takes beside q, k and v. Without a `key` nothing is
     remembered.
     """
     key = _with_cast(key, q)
-    regions = recompute.regions() if _state.armed and recompute.is_possible() else None
+    regions = checkpoints.regions() if _state.armed and checkpoints.is_possible() else None
     entry: Entry | Wide | None = None
     if regions is not None:
         place = (q.shape, k.shape, v.shape, q.dtype, *_kind(key))
@@ -113,10 +121,10 @@ def _kind(key: Key | None) -> tuple[Any, ...]:
     return () if key is None else (key.mask, key.return_lse, key.door)
 
 
-def resolve(way: Way, q: Any, k: Any, v: Any, backend: Any) -> tuple[Plan, Call]:
-    """Admit a call and plan it under the wishes in force here."""
+def prepare_call(way: Way, q: Any, k: Any, v: Any, backend: Any) -> tuple[Plan, Call]:
+    """Admit a call and prepare its kernel under the wishes in force here."""
     call = way.admit(q, k, v)
-    return plan_for(call.problem, wishes_here(backend)), call
+    return prepare(call.problem, wishes_here(backend)), call
 
 
 def wishes_here(backend: Any = None, layer: frozenset[str] | None = None) -> Wishes:
@@ -145,7 +153,7 @@ def _entry(
         wanted = Wishes(
             call=wanted.call, env=wanted.env, left=wanted.left, on_unsupported=wanted.on_unsupported
         )
-    plan = plan_for(call.problem, wanted)
+    plan = prepare(call.problem, wanted)
     return _remember(way, plan, call, key, q, k, v, epoch, _is_of_class(plan, wanted))
 
 
@@ -169,7 +177,7 @@ def _remember(
 
 
 def _is_of_class(plan: Plan, wanted: Wishes) -> bool:
-    """Say whether a choice is that of all sizes of its class (see `polyattn.torch.spans`).
+    """Say whether a choice is that of all sizes of its class (see `polyattn.torch.size_classes`).
 
     What was asked for first may refuse some of them: then the next one is right for these alone.
     """
@@ -220,7 +228,7 @@ def _again(
             decisions,
         )
     selection = replace(noted, problem=call.problem)
-    plan = Plan(selection, prepared(selection, call.problem))
+    plan = Plan(selection, kernel_of(selection, call.problem))
     return _remember(way, plan, call, key, q, k, v, epoch)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from polyattn.problem import Problem
 from polyattn.selection.evidence.figures import Figure
-from polyattn.selection.evidence.kinds import DTYPES, KINDS
+from polyattn.selection.evidence.problem_kinds import DTYPES, KINDS
 from polyattn.tuning import Key, Measurement
 
 __all__ = ["device_of", "entries_of", "figures_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.knobs import Knob
+from polyattn.flags import Knob
 
 __all__ = ["config", "query", "variable"]
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from polyattn import settings
 from polyattn.problem.machine import Facts
 from polyattn.selection import scopes
+from polyattn.selection.evidence.calibrated_rows import device_of, figures_of
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence, Figure
-from polyattn.selection.evidence.records import Record, find
-from polyattn.selection.evidence.rows import device_of, figures_of
+from polyattn.selection.evidence.shipped import Record, find
 from polyattn.selection.platforms import Prober, find_platform
 from polyattn.selection.processor_kind import Machine
 from polyattn.tuning import Measurement, lookup
 
-__all__ = ["Place", "assume", "in_force", "kept", "place_of", "is_assumed", "told"]
+__all__ = ["Place", "assume", "this_machine", "kept", "place_of", "is_assumed", "told"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ _made: tuple[Place | None, Mapping[str, list[Measurement]], int, Evidence] = (
 )
 
 
-def in_force(framework: str = "torch") -> Evidence:
+def this_machine(framework: str = "torch") -> Evidence:
     """Return what is known of this machine's kernels for a framework, without measuring.
 
     >>> isinstance(in_force("torch"), Evidence)
@@ -150,7 +150,7 @@ def assume(evidence: Evidence) -> Iterator[None]:
     """Let choices on this machine rest on given evidence, and nothing be calibrated meanwhile.
 
     >>> with assume(UNMEASURED):
-    ...     in_force("torch") is UNMEASURED
+    ...     this_machine("torch") is UNMEASURED
     True
     """
     global _assumed

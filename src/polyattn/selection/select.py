@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import Unsupported
@@ -21,8 +21,9 @@ from polyattn.selection.evidence.figures import UNMEASURED, Evidence
 from polyattn.selection.heuristics import preference
 from polyattn.selection.registry import Backend, Missing, Registry
 from polyattn.selection.requests import Request
+from polyattn.selection.wishes import Wishes
 
-__all__ = ["Tuned", "Wishes", "decide", "select"]
+__all__ = ["Tuned", "decision_on", "select"]
 
 
 @dataclass(frozen=True)
@@ -34,32 +35,7 @@ class Tuned:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """Everything that is asked for at one call.
-
-    `left`: the kernels that the framework's own switches leave to an automatic choice; None: all.
-    """
-
-    forced: Request = field(default_factory=Request)
-    call: Request = field(default_factory=Request)
-    scope: Request = field(default_factory=Request)
-    module: Request = field(default_factory=Request)
-    env: Request = field(default_factory=Request)
-    layer: frozenset[str] | None = None
-    left: frozenset[str] | None = None
-    on_unsupported: str = "error"
-
-    def ordered(self) -> tuple[tuple[Source, Request], ...]:
-        """Return the requests that name a backend, strongest first."""
-        every = (
-            (Source.FORCED, self.forced), (Source.CALL, self.call), (Source.SCOPE, self.scope),
-            (Source.MODULE, self.module), (Source.ENV, self.env),
-        )  # fmt: skip
-        return tuple((source, request) for source, request in every if request.names)
-
-
-def decide(
+def decision_on(
     backend: Backend,
     problem: Problem,
     registry: Registry,
@@ -68,7 +44,7 @@ def decide(
     never: Iterable[str] = (),
     facts: Facts | None = None,
 ) -> Decision:
-    """Decide about one backend: every reason that speaks against it."""
+    """Return the decision on one backend: every reason that speaks against it."""
     if layer is None and facts is None and not never:
         detail, absent = _here(backend, problem, registry)
         refused = backend.check(problem)
@@ -143,7 +119,7 @@ def select(
     facts: Facts | None = None,
     evidence: Evidence = UNMEASURED,
 ) -> Selection:
-    """Choose the backend; raise :class:`Unsupported` with every decision if nobody can or may.
+    """Select the backend; raise :class:`Unsupported` with every decision if nobody can or may.
 
     `evidence`: what is known of the speed of kernels on the machine that is chosen for.
     """
@@ -153,7 +129,7 @@ def select(
     never = frozenset(wishes.scope.never) - frozenset(exempt)
     backends = {backend.name: backend for backend in registry.backends(problem.framework)}
     decisions = {
-        name: decide(backend, problem, registry, layer=wishes.layer, never=never, facts=facts)
+        name: decision_on(backend, problem, registry, layer=wishes.layer, never=never, facts=facts)
         for name, backend in backends.items()
     }
     if active is None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polyattn.errors import FlagsError
-from polyattn.knobs.cells import Access, Cell, Cells
+from polyattn.flags.cells import Access, Cell, Cells
 
 __all__ = ["Change", "Entry", "FlagsConflictWarning", "Stack"]
 
@@ -50,7 +50,7 @@ class Stack:
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._inside: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar(
-            "polyattn.knobs.inside", default=()
+            "polyattn.flags.inside", default=()
         )
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._start_anew)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.knobs.knob import Knob
+from polyattn.flags.knob import Knob
 
 __all__ = ["Access", "Cell", "Cells", "Single"]
 

@@ -16,9 +16,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from polyattn import settings
-from polyattn.bench.cpu.inputs import Inputs
+from polyattn.bench.cpu.bench_cpu import BACKEND, Options, in_force
+from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.repeats import Series, load, once, over, time_steps
-from polyattn.bench.cpu.run import BACKEND, Options, in_force
 from polyattn.bench.cpu.truth import Truth
 from polyattn.bench.cpu.ways import Unable, step
 from polyattn.bench.harm import calls

@@ -3,9 +3,9 @@
 Framework-free; ``polyattn.torch.flags`` and ``polyattn.jax.flags`` hold the tables.
 """
 
-from polyattn.knobs.knob import Knob, Row
-from polyattn.knobs.snapshot import ABSENT, META, check, diff, lines, make, read, read_all
-from polyattn.knobs.stack import FlagsConflictWarning
+from polyattn.flags.knob import Knob, Row
+from polyattn.flags.snapshot import ABSENT, META, check, diff, lines, make, read, read_all
+from polyattn.flags.stack import FlagsConflictWarning
 
 __all__ = [
     "ABSENT", "META", "FlagsConflictWarning", "Knob", "Row",

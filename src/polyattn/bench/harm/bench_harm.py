@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
             "got `bench harm` without PyTorch, expected torch: pip install 'polyattn[torch]'"
         )
     from polyattn.bench import records
-    from polyattn.bench.harm import report
-    from polyattn.bench.harm.run import measure
+    from polyattn.bench.harm import harm_table as report
+    from polyattn.bench.harm.whole_run import measure
     from polyattn.bench.report import say
 
     record = measure(

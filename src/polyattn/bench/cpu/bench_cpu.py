@@ -14,8 +14,8 @@ import torch
 
 from polyattn.bench import machine
 from polyattn.bench.cpu import memory
+from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import CASES, Case, quick
-from polyattn.bench.cpu.inputs import Inputs
 from polyattn.bench.cpu.repeats import Series, load, once, over, time_steps
 from polyattn.bench.cpu.truth import Truth
 from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, step, torch_ways

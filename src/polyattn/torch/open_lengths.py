@@ -1,8 +1,8 @@
 """Numbers for the batch and the lengths that a model of a traced call leaves open.
 
-A choice is that of a class of sizes (`polyattn.torch.spans`). Compiled code has to guard the class,
-and where it grows out of it, it is compiled again: so neighbouring classes with the same choice are
-one, and a cache of keys that grows is compiled as often as the choice changes.
+A choice is that of a class of sizes (`polyattn.torch.size_classes`). Compiled code has to guard the
+class, and where it grows out of it, it is compiled again: so neighbouring classes with the same
+choice are one, and a cache of keys that grows is compiled as often as the choice changes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from polyattn.errors import PolyattnError
-from polyattn.selection.choice import choose
+from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import registry
-from polyattn.torch.model import ARRAY, ROWS, B, S, T
+from polyattn.torch.call_model import ARRAY, ROWS, B, S, T
 
 __all__ = ["limits_of", "with_numbers"]
 
@@ -27,18 +27,18 @@ Bounds = tuple[
 
 
 def limits_of(
-    model: Any, bounds: Bounds, decide: Callable[[Any], Any]
+    model: Any, bounds: Bounds, described: Callable[[Any], Any]
 ) -> tuple[tuple[int, int], ...]:
     """Return up to which key lengths one choice serves, and a number that stands for them.
 
-    ``decide(model)``: the problem and the wishes of a model of numbers. The limit of the last of
+    ``described(model)``: the problem and the wishes of a model of numbers. The limit of the last of
     the pairs means nothing.
     """
     runs: list[tuple[int, int]] = []
     before: Any = None
     for power in range(_POWERS):
         last = 1 << power
-        choice = _choice(with_numbers(model, (*bounds, last)), decide)
+        choice = _choice(with_numbers(model, (*bounds, last)), described)
         if runs and choice is not None and choice == before:
             runs[-1] = last, runs[-1][1]
         else:
@@ -47,13 +47,13 @@ def limits_of(
     return tuple(runs)
 
 
-def _choice(model: Any, decide: Callable[[Any], Any]) -> Any:
+def _choice(model: Any, described: Callable[[Any], Any]) -> Any:
     """Return what is chosen, as far as lengths may share it; None if they may not."""
     if model is None:
         return None
     try:
-        problem, wishes = decide(model)
-        chosen = choose(problem, wishes)
+        problem, wishes = described(model)
+        chosen = select_here(problem, wishes)
     except PolyattnError as error:  # of which the call itself will tell
         return type(error)
     if not registry[problem.framework, chosen.backend].any_lengths:
