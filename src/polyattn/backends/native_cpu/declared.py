@@ -30,7 +30,7 @@ def _native_cpu() -> Backend:
         paged=True,
     )  # fmt: skip
     return Backend(
-        "native_cpu", "torch", cpu, _native_probe, loader("native_cpu.torch.backend"),
+        "native_cpu", "torch", cpu, _native_probe, loader("native_cpu.torch.native_kernel"),
         _native_extra, "torch",
         "the C++ kernels of this package: tiles that a mask empties are skipped, and "
         "scores are never materialised, forward and backward", foretell=instructions.foretell,

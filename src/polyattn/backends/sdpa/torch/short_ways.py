@@ -110,8 +110,7 @@ def dense_flash_cpu(
     function: Any, problem: Problem, careful: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The short way for one boolean mask in inference; a NaN sends the call the careful way."""
-    turned, scale = problem.layout == "BTNH", problem.scale
-    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    turned, scale, wide = problem.layout == "BTNH", problem.scale, _added_in(problem)
     functorch, modes, _, tracing = _WATCHERS
 
     def kernel(
@@ -150,8 +149,7 @@ def biased_flash_cpu(
     function: Any, problem: Problem, careful: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The short way for one dense bias in inference."""
-    turned, scale = problem.layout == "BTNH", problem.scale
-    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    turned, scale, wide = problem.layout == "BTNH", problem.scale, _added_in(problem)
     functorch, modes, _, tracing = _WATCHERS
 
     def kernel(
@@ -266,7 +264,7 @@ def _zeros_for(problem: Problem) -> Callable[[Tensor], Tensor]:
 
     Making it takes longer than using it, so there is one for all calls with plain tensors.
     """
-    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    wide = _added_in(problem)
     kept: list[Tensor] = []
     if problem.compiled:
         return lambda k: k.new_zeros((1, 1, 1, k.shape[2]), dtype=wide)
@@ -281,6 +279,11 @@ def _zeros_for(problem: Problem) -> Callable[[Tensor], Tensor]:
         return kept[0]
 
     return zeros
+
+
+def _added_in(problem: Problem) -> torch.dtype:
+    """Return the dtype of what the kernel adds to scores: that of the scores."""
+    return torch.float64 if problem.dtype == "float64" else torch.float32
 
 
 def _is_watched() -> bool:
