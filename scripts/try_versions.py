@@ -27,15 +27,27 @@ ROOT = Path(__file__).resolve().parent.parent
 # The selector, the semantics of every CPU backend, compilation, the drop-in, flags, hooks: what
 # rests on torch. About five minutes on two cores.
 CORE = (
-    "tests/test_decide.py", "tests/test_selector.py", "tests/test_masks.py",
-    "tests/test_import_is_inert.py", "tests/conformance/test_conformance.py",
-    "tests/torch/test_internals.py", "tests/torch/test_compile.py", "tests/torch/test_door.py",
-    "tests/torch/test_dropin.py", "tests/torch/test_paged.py", "tests/torch/test_recompute.py",
-    "tests/torch/test_scopes.py", "tests/torch/test_native_cpu_operator.py",
-    "tests/torch/test_flags_float32.py", "tests/torch/test_flags_can_use.py",
-    "tests/torch/test_flags_table.py", "tests/hooks/test_hooks_calls.py",
-    "tests/hooks/test_hooks_compile.py", "tests/hooks/test_trace_compile.py",
-    "tests/hooks/test_trace_in_place.py", "tests/integrations/test_sdpa_patch.py",
+    "tests/selection/test_select.py",
+    "tests/integrations/fastvideo/test_selector.py",
+    "tests/masks/test_masks.py",
+    "tests/test_import_is_inert.py",
+    "tests/conformance/test_conformance.py",
+    "tests/torch/test_internals.py",
+    "tests/torch/test_compile.py",
+    "tests/torch/test_admission.py",
+    "tests/torch/test_dropin.py",
+    "tests/torch/test_paged.py",
+    "tests/torch/test_checkpoints.py",
+    "tests/torch/test_scopes.py",
+    "tests/backends/native_cpu/test_operator.py",
+    "tests/torch/flags/test_float32.py",
+    "tests/torch/flags/test_can_use.py",
+    "tests/torch/flags/test_table.py",
+    "tests/hooks/test_hooks_calls.py",
+    "tests/hooks/test_hooks_compile.py",
+    "tests/trace/recorders/torch/test_compile.py",
+    "tests/trace/recorders/torch/test_in_place.py",
+    "tests/integrations/test_sdpa_patch.py",
 )  # fmt: skip
 TOOLS = ("numpy", "pytest", "pytest-xdist", "hypothesis", "ml_dtypes", "rich", "setuptools")
 
