@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -44,16 +43,22 @@ def program(tmp_path):
     return str(path)
 
 
+def processor_time(command: list[str]) -> float:
+    before = sum(os.times()[2:4])
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, env=env, timeout=300)
+    after = os.times()
+    assert done.returncode == 0
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
+
+
 def test_version_and_help_are_quick_and_import_no_framework():
-    begin = time.perf_counter()
-    bare = subprocess.run([sys.executable, "-c", "pass"], timeout=300)
-    bare_s = time.perf_counter() - begin
-    assert bare.returncode == 0
+    """Of the processor's time, which others on a machine do not lengthen much."""
+    bare_s = processor_time([sys.executable, "-c", "pass"])
     for flag in ("--version", "--help"):
-        begin = time.perf_counter()
-        done = run(flag)
-        took = time.perf_counter() - begin
-        assert done.returncode == 0
+        took = processor_time([sys.executable, "-m", "polyattn", flag])
         assert took < max(0.5, 10 * bare_s)
     code = (
         "import sys; from polyattn.cli import main; main(['--help']); print('torch' in sys.modules)"

@@ -400,7 +400,7 @@ CALLS: dict[str, Call] = {
                      ("AttentionBackendEnum", "get_env_variable_attn_backend",
                       "get_global_forced_attn_backend", "global_force_attn_backend")), selected),
     "polyattn.backends.flex.torch.load": flexible,
-    **dict.fromkeys((f"polyattn.hooks.activation_trace.{name}" for name in
+    **dict.fromkeys((f"polyattn.trace.recorders.torch.{name}" for name in
                      ("ActivationTrace", "current_step")), activations),
     **dict.fromkeys((f"polyattn.trace.compare.{name}" for name in
                      ("Coverage", "Culprit", "Floor", "Guard", "Row", "Verdict")), activations),
