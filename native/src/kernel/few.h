@@ -11,7 +11,7 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-constexpr int kFewRows = 8;   // up to here packing costs more than it saves
+constexpr int kFewRows = 8;  // up to here packing costs more than it saves
 constexpr int64_t kAheadRows = 64;
 constexpr int kFewHint = 1;
 
@@ -52,7 +52,8 @@ inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, 
       for (int r = 0; r < R; ++r) {
         const typename S::Vec x = S::load(q + r * q_row + u);
 #pragma GCC unroll 16
-        for (int i = 0; i < kKeys; ++i) sums[r * kKeys + i] = U::template dot<S>(sums[r * kKeys + i], x, k[i]);
+        for (int i = 0; i < kKeys; ++i)
+          sums[r * kKeys + i] = U::template dot<S>(sums[r * kKeys + i], x, k[i]);
       }
     }
     if (u < units) {
@@ -84,8 +85,9 @@ POLYATTN_INLINE typename S::Vec value_units(const T* first, const T* second, int
 
 // sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for R rows, C vectors from `column` on.
 template <class S, class U, class T, int R, int C, class Row>
-POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, Row value_of, int64_t keys, int64_t column,
-                                       int64_t dim, int64_t ahead, float* out, int64_t columns) {
+POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, Row value_of, int64_t keys,
+                                       int64_t column, int64_t dim, int64_t ahead, float* out,
+                                       int64_t columns) {
   constexpr int W = S::kLanes;
   typename S::Vec sums[R][C];
 #pragma GCC unroll 4

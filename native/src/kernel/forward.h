@@ -20,7 +20,7 @@ struct Division {
   int64_t group;       // query heads that share a key/value head
   bool heads_as_rows;  // rows of an item run over the group's heads, then over t
   int64_t rows, items_per_head, heads, items;
-  int64_t splits;      // parts of the keys, merged at the end
+  int64_t splits;  // parts of the keys, merged at the end
   int64_t q_units, v_columns;
 };
 
@@ -50,7 +50,8 @@ inline Division divide(const Arguments& a) {
   d.items = d.heads * d.items_per_head;
   // parts of 1,024 keys at most of long sequences, of 512 at least
   const int64_t most = larger<int64_t>(kv_len / 512, 1), long_parts = kv_len / 1024;
-  d.splits = d.items >= 32 ? 1 : smaller(larger(blocks_of(64, d.items), smaller<int64_t>(long_parts, 64)), most);
+  d.splits =
+      d.items >= 32 ? 1 : smaller(larger(blocks_of(64, d.items), smaller<int64_t>(long_parts, 64)), most);
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
   d.v_columns = round_up(a.value_dim, S::kLanes);
   return d;
@@ -61,7 +62,8 @@ inline Division divide(const Arguments& a) {
 // Few rows are bound by reading keys and values, and a second thread pays from 40,000 numbers on; short
 // ones are bound by packing these.
 inline int worthwhile(const Arguments& a, int64_t tasks) {
-  const double read = double(a.batch) * double(a.kv_heads) * double(a.kv_len) * double(a.head_dim + a.value_dim);
+  const double read =
+      double(a.batch) * double(a.kv_heads) * double(a.kv_len) * double(a.head_dim + a.value_dim);
   const int64_t rows = a.q_heads / a.kv_heads * a.q_len;
   const double work = rows <= kFewRows ? read * 24 : read * double(rows) * (a.q_len <= 32 ? 4 : 1);
   return work < (1 << 20) || tasks == 1 ? 1 : a.threads;
@@ -91,12 +93,10 @@ struct Workspace {
     const size_t rows = size_t(round_up(d.rows, kRows));
     float* maximum = take(rows);
     float* sum = take(rows);
-    float* words = take(size_t(kRows * kChunk) * 2);
-    float* strips = take(sizeof(Strip) / 4 * kMostStrips);
-    if (w) {
-      *w = {q, k, v, cleaned, scores, out, {maximum, sum}, reinterpret_cast<uint64_t*>(words),
-            reinterpret_cast<Strip*>(strips)};
-    }
+    uint64_t* words = reinterpret_cast<uint64_t*>(take(size_t(kRows * kChunk) * 2));
+    Strip* strips = reinterpret_cast<Strip*>(take(sizeof(Strip) / 4 * kMostStrips));
+    const RowStates state{maximum, sum};
+    if (w) *w = {q, k, v, cleaned, scores, out, state, words, strips};
     return used * sizeof(float);
   }
 };
@@ -132,7 +132,8 @@ class Forward {
   bool make_parts() {
     const size_t rows = size_t(d_.items * d_.splits * d_.rows);
     const size_t sums = rows * size_t(d_.v_columns);
-    memory_ = static_cast<float*>(__builtin_malloc((sums + 2 * rows) * sizeof(float) + size_t(d_.items) * sizeof(int)));
+    memory_ = static_cast<float*>(
+        __builtin_malloc((sums + 2 * rows) * sizeof(float) + size_t(d_.items) * sizeof(int)));
     if (!memory_) return false;
     parts_.out = memory_;
     parts_.state = {memory_ + sums, memory_ + sums + rows};
@@ -309,8 +310,8 @@ class Forward {
       const Strip& s = w.strips[i];
       float* to = w.q + int64_t{i} * kRows * d_.q_units;
       if (!d_.heads_as_rows) {
-        pack_plain<S, U>(row_of<const T>(a_.q, item, item.head, s.t[0]), a_.q.row, s.count, a_.head_dim, q_factor_,
-                         to, d_.q_units);
+        pack_plain<S, U>(row_of<const T>(a_.q, item, item.head, s.t[0]), a_.q.row, s.count, a_.head_dim,
+                         q_factor_, to, d_.q_units);
         continue;
       }
       for (int r = 0; r < s.count; ++r) {
@@ -348,10 +349,10 @@ class Forward {
   void pack_tile(Workspace& w, const Item& item, const Tile& tile) {
     auto key = [&](int64_t j) { return key_row(a_.k, item, tile.j0 + j); };
     auto value = [&](int64_t j) { return key_row(a_.v, item, tile.j0 + j); };
-    pack_transposed<S, U, T>(key, tile.keys, tile.columns, a_.head_dim, w.k + tile.slot * kTile * k_units_, kTile,
-                              ahead(a_.k));
+    pack_transposed<S, U, T>(key, tile.keys, tile.columns, a_.head_dim, w.k + tile.slot * kTile * k_units_,
+                             kTile, ahead(a_.k));
     pack_rows<S, U, T>(value, tile.keys, tile.columns, a_.value_dim, packed_values(w, tile), d_.v_columns,
-                        ahead(a_.v));
+                       ahead(a_.v));
   }
 
   int64_t ahead(const Array& x) const { return a_.pages.table ? 0 : 32 * x.row; }
@@ -405,7 +406,8 @@ class Forward {
         const int64_t end = smaller<int64_t>(r + S::kRowBlock, s.count);
         const Span seen = seen_keys(words, r, end, S::kLanes, tile.columns);
         const Piece part{q + r * d_.q_units, piece.b + seen.low, k_units_};
-        multiply<S, U, Into::set>(&part, 1, strides, end - r, seen.high - seen.low, to + r * kScoreRow + seen.low);
+        multiply<S, U, Into::set>(&part, 1, strides, end - r, seen.high - seen.low,
+                                  to + r * kScoreRow + seen.low);
       }
     } else if (scores_ == Scores::natural) {
       multiply<S, U, Into::set>(&piece, 1, strides, s.count, tile.columns, to);
@@ -444,16 +446,18 @@ class Forward {
         if (visit.mixed[n]) seen = seen_keys(w.words + int64_t{n} * kRows, r, end, U::kValues, tile.columns);
         const int64_t low = seen.low / U::kValues;
         if (!seen.empty()) {
-          pieces[count++] = {p + low, packed_values(w, tile) + low * d_.v_columns, seen.high / U::kValues - low};
+          pieces[count++] = {p + low, packed_values(w, tile) + low * d_.v_columns,
+                             seen.high / U::kValues - low};
         }
         p += tile.columns / U::kValues;
       }
-      multiply<S, U, Into::add>(pieces, count, {kScoreRow, 1, d_.v_columns, d_.v_columns}, end - r, d_.v_columns,
-                                out + r * d_.v_columns);
+      multiply<S, U, Into::add>(pieces, count, {kScoreRow, 1, d_.v_columns, d_.v_columns}, end - r,
+                                d_.v_columns, out + r * d_.v_columns);
     }
   }
 
-  void values_of_few(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, float* out) const {
+  void values_of_few(const Workspace& w, const Item& item, const Strip& s, const Visit& visit,
+                     float* out) const {
     const float* p = w.scores;
     for (int n = 0; n < visit.tiles; ++n) {
       const Tile& tile = visit.tile[n];
@@ -485,8 +489,8 @@ class Forward {
         pieces[n] = {p, v, units};
         p += units;
       }
-      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, d_.v_columns, d_.v_columns}, 1, d_.v_columns,
-                           out + r * d_.v_columns);
+      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, d_.v_columns, d_.v_columns}, 1,
+                                d_.v_columns, out + r * d_.v_columns);
     }
   }
 
@@ -533,7 +537,8 @@ class Forward {
       seen = S::fma(x, S::zero(), seen);  // NaN for NaN and infinities
     }
     if (a_.lse.data) {
-      *row_of<float>(a_.lse, item, head, t) = sum == 0 ? -kInfinity : maximum * (natural ? 1.0f : kLn2) + __builtin_logf(sum);
+      *row_of<float>(a_.lse, item, head, t) =
+          sum == 0 ? -kInfinity : maximum * (natural ? 1.0f : kLn2) + __builtin_logf(sum);
     }
     return !S::any_nan(seen);
   }

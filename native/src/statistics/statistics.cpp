@@ -230,8 +230,15 @@ bool summarize_parts(const Kernels& kernels, int threads, const Tensor& t, int64
   const size_t bytes = static_cast<size_t>(parts) * sizeof(Summary);
   std::byte* const memory = scratch(bytes + room_for(t, part));
   if (memory == nullptr) return false;
-  Work work{&kernels, &t, count, part, parts, reinterpret_cast<Summary*>(memory), memory + bytes,
-            std::this_thread::get_id(), parts < kWorthThreads ? 1 : threads};
+  Work work{&kernels,
+            &t,
+            count,
+            part,
+            parts,
+            reinterpret_cast<Summary*>(memory),
+            memory + bytes,
+            std::this_thread::get_id(),
+            parts < kWorthThreads ? 1 : threads};
   // All threads or none: libgomp ends the workers that a smaller region does not need, and makes them
   // anew for the program's next one.
   parallel(work.threads, take_parts, &work);
