@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernel/bias_gradient.h"
-#include "kernel/forward.h"
+#include "kernel/division.h"
 #include "threads.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {

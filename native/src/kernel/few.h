@@ -16,8 +16,9 @@ constexpr int64_t kAheadRows = 64;
 constexpr int kFewHint = 1;
 
 // Calls `each(rows, r)` for an item's rows from `r` on, so many at a time: a type whose value is 4, 2
-// or 1. Of the last four there may be fewer: the others are computed from whatever their place holds, and
-// what comes out is not read.
+// or 1. Of the last four there may be fewer. The places of the others hold what an earlier item or call
+// left there, NaN as well: only rows that exist are packed, and scratch memory is never cleared. They are
+// computed like the rest, into places of their own, and nothing reads what comes out.
 template <class Each>
 POLYATTN_INLINE void by_few(int rows, Each each) {
   if (rows == 1) return each(std::integral_constant<int, 1>(), 0);
@@ -72,8 +73,8 @@ inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, 
   }
 }
 
-// A vector of units from the value rows of one unit's keys, `n` columns of it; a second row that is
-// absent (nullptr) counts as 0.
+// A vector of units from the value rows of one unit's keys, `n` columns of it. An odd last key has no
+// second row (nullptr): 0 stands for it, which only its probability of 0 meets.
 template <class S, class U, class T>
 POLYATTN_INLINE typename S::Vec value_units(const T* first, const T* second, int n) {
   if constexpr (U::kValues == 1) {
