@@ -1,6 +1,7 @@
-"""Fail when a file of src/ passes 400 lines or a function 40, docstrings not counted for functions.
+"""Fail when a file passes 400 lines or a Python function 40, whose docstring is not counted.
 
-Kernel bodies are exempt: a file in a folder named ``kernels``, a file named ``triton_*.py`` or
+The files: Python under src/, and all C++ under native/, kernels and tests as well. In Python,
+kernel bodies are exempt: a file in a folder named ``kernels``, a file named ``triton_*.py`` or
 ``pallas*.py``, or a name in EXEMPT, whose reason stands beside it.
 """
 
@@ -45,6 +46,8 @@ def complaints(path: Path) -> Iterator[str]:
     lines = text.count("\n")
     if lines > MAX_FILE_LINES:
         yield f"{name}: {lines} lines, at most {MAX_FILE_LINES}; make it a folder or move a concern"
+    if path.suffix != ".py":
+        return
     for node in ast.walk(ast.parse(text, name)):
         if isinstance(node, Function) and (length := body_lines(node)) > MAX_FUNCTION_LINES:
             yield (
@@ -54,8 +57,9 @@ def complaints(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Check every Python file under src/."""
+    """Check every Python file under src/ and every C++ file under native/."""
     files = [path for path in sorted((ROOT / "src").rglob("*.py")) if not is_exempt(path)]
+    files += sorted(path for kind in ("*.h", "*.cpp") for path in (ROOT / "native").rglob(kind))
     found = [line for path in files for line in complaints(path)]
     print("\n".join(found) or f"{len(files)} files within the limits")
     return 1 if found else 0

@@ -38,8 +38,7 @@ Array read_array(nb::handle value, const char* name) {
 // The kind is known when the rest of the tuple is read: its length depends on it.
 Term read_term(nb::handle value) {
   if (!PyTuple_Check(value.ptr()) || NB_TUPLE_GET_SIZE(value.ptr()) == 0) {
-    PyErr_Format(PyExc_TypeError, "terms: got %R, expected a tuple that begins with a kind",
-                 value.ptr());
+    PyErr_Format(PyExc_TypeError, "terms: got %R, expected a tuple that begins with a kind", value.ptr());
     throw nb::python_error();
   }
   const long kind = PyLong_AsLong(NB_TUPLE_GET_ITEM(value.ptr(), 0));
@@ -104,8 +103,7 @@ Term read_term(nb::handle value) {
 
 void read_sizes(nb::handle value, Arguments& a) {
   Reader reader(value, "sizes", "(B, N, K, T, S, H, Hv)", 7);
-  for (int64_t* size : {&a.batch, &a.q_heads, &a.kv_heads, &a.q_len, &a.kv_len, &a.head_dim,
-                        &a.value_dim}) {
+  for (int64_t* size : {&a.batch, &a.q_heads, &a.kv_heads, &a.q_len, &a.kv_len, &a.head_dim, &a.value_dim}) {
     *size = reader.integer();
   }
 }
@@ -162,8 +160,7 @@ void read_sinks(nb::handle value, Arguments& a) {
 
 void read_pages(nb::handle value, Arguments& a) {
   if (value.is_none()) return;
-  Reader reader(value, "pages", "(table_ptr, bytes, table_row_stride, page_size, page_count)",
-                5);
+  Reader reader(value, "pages", "(table_ptr, bytes, table_row_stride, page_size, page_count)", 5);
   a.pages.table = reader.pointer<const int64_t>();
   a.pages.extent = read_extent(reader);
   a.pages.row = reader.integer();
@@ -183,9 +180,7 @@ void read_dbias(nb::handle value, Arguments& a) {
   a.dbias_column = reader.integer();
 }
 
-bool without_queries(const Arguments& a) {
-  return a.batch == 0 || a.q_heads == 0 || a.q_len == 0;
-}
+bool without_queries(const Arguments& a) { return a.batch == 0 || a.q_heads == 0 || a.q_len == 0; }
 
 void run(bool (*pass)(const Arguments&), const Arguments& a) {
   bool done;
@@ -197,9 +192,9 @@ void run(bool (*pass)(const Arguments&), const Arguments& a) {
 }
 
 // What both passes take.
-Arguments read_call(int threads, int dtype, nb::handle sizes, double scale, double softcap,
-                    nb::handle q, nb::handle k, nb::handle v, nb::handle terms, nb::handle packed,
-                    nb::handle bias, nb::handle slopes, nb::handle sinks) {
+Arguments read_call(int threads, int dtype, nb::handle sizes, double scale, double softcap, nb::handle q,
+                    nb::handle k, nb::handle v, nb::handle terms, nb::handle packed, nb::handle bias,
+                    nb::handle slopes, nb::handle sinks) {
   Arguments a;
   a.threads = threads;
   a.dtype = static_cast<DType>(dtype);
@@ -217,13 +212,11 @@ Arguments read_call(int threads, int dtype, nb::handle sizes, double scale, doub
   return a;
 }
 
-void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap,
-             nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-             nb::handle terms, nb::handle packed, nb::handle bias, nb::handle slopes,
-             nb::handle sinks, nb::handle pages) {
+void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap, nb::handle q,
+             nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle terms, nb::handle packed,
+             nb::handle bias, nb::handle slopes, nb::handle sinks, nb::handle pages) {
   const Kernels& kernels = chosen(isa);
-  Arguments a = read_call(threads, dtype, sizes, scale, softcap, q, k, v, terms, packed, bias,
-                          slopes, sinks);
+  Arguments a = read_call(threads, dtype, sizes, scale, softcap, q, k, v, terms, packed, bias, slopes, sinks);
   a.out = read_array(out, "out");
   if (!lse.is_none()) a.lse = read_array(lse, "lse");
   read_pages(pages, a);
@@ -235,9 +228,9 @@ void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, do
 // The shortest way: tensors that say themselves where they lie, and no lse. `rows_first`: they are
 // (B, T, N, H), else (B, N, T, H), and say the sizes of the call. The terms are those of a mask
 // without arrays; `mask` (booleans) and `bias`, where given, broadcast to the scores.
-void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first,
-                     double scale, double softcap, nb::handle q, nb::handle k, nb::handle v,
-                     nb::handle out, nb::handle terms, nb::handle mask, nb::handle bias) {
+void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first, double scale,
+                     double softcap, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
+                     nb::handle terms, nb::handle mask, nb::handle bias) {
   const Kernels& kernels = chosen(isa);
   const Exchange tensors(exchange);
   Arguments a;
@@ -253,8 +246,7 @@ void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool 
   tensors.shape(v, "v", values);
   a.batch = queries[0], a.q_heads = queries[head], a.q_len = queries[row], a.head_dim = queries[3];
   a.kv_heads = keys[head], a.kv_len = keys[row], a.value_dim = values[3];
-  const auto array = [&](nb::handle tensor, const char* name, int64_t heads, int64_t rows,
-                         int64_t columns) {
+  const auto array = [&](nb::handle tensor, const char* name, int64_t heads, int64_t rows, int64_t columns) {
     const int64_t shape[] = {a.batch, rows_first ? rows : heads, rows_first ? heads : rows, columns};
     return tensors.array(tensor, name, a.dtype, shape, head, row);
   };
@@ -273,14 +265,12 @@ void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool 
   run(kernels.forward, a);
 }
 
-void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap,
-              nb::handle q, nb::handle k, nb::handle v, nb::handle lse, nb::handle terms,
-              nb::handle packed, nb::handle bias, nb::handle slopes, nb::handle sinks,
-              nb::handle dout, nb::handle delta, nb::handle dq, nb::handle dk, nb::handle dv,
-              nb::handle dbias) {
+void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap, nb::handle q,
+              nb::handle k, nb::handle v, nb::handle lse, nb::handle terms, nb::handle packed,
+              nb::handle bias, nb::handle slopes, nb::handle sinks, nb::handle dout, nb::handle delta,
+              nb::handle dq, nb::handle dk, nb::handle dv, nb::handle dbias) {
   const Kernels& kernels = chosen(isa);
-  Arguments a = read_call(threads, dtype, sizes, scale, softcap, q, k, v, terms, packed, bias,
-                          slopes, sinks);
+  Arguments a = read_call(threads, dtype, sizes, scale, softcap, q, k, v, terms, packed, bias, slopes, sinks);
   a.lse = read_array(lse, "lse");
   a.dout = read_array(dout, "dout");
   a.delta = read_array(delta, "delta");
@@ -294,9 +284,7 @@ void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, d
 }
 
 // A call that loses a NaN is told by its lse; see polyattn/backends/sdpa/torch/short_ways.py.
-bool has_zero(nb::handle exchange, nb::handle tensor) {
-  return Exchange(exchange).has_zero(tensor);
-}
+bool has_zero(nb::handle exchange, nb::handle tensor) { return Exchange(exchange).has_zero(tensor); }
 
 // Masks that come as numbers; see polyattn/backends/native_cpu/torch/native_kernel.py.
 bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
@@ -307,22 +295,19 @@ bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
 
 void add_attention(nb::module_& m) {
   using namespace nanobind::literals;
-  m.def("forward", &forward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a,
-        "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(), "terms"_a, "packed"_a.none(),
-        "bias"_a.none(), "slopes"_a.none(), "sinks"_a.none(), "pages"_a.none(),
-        "out and lse of one attention call.");
-  m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a,
-        "rows_first"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a,
-        "mask"_a.none(), "bias"_a.none(),
+  m.def("forward", &forward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a,
+        "v"_a, "out"_a, "lse"_a.none(), "terms"_a, "packed"_a.none(), "bias"_a.none(), "slopes"_a.none(),
+        "sinks"_a.none(), "pages"_a.none(), "out and lse of one attention call.");
+  m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a, "rows_first"_a,
+        "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a, "mask"_a.none(), "bias"_a.none(),
         "out of one attention call on tensors that have DLPack's C exchange.");
-  m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a,
-        "Whether one of a tensor's floats is zero.");
+  m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a, "Whether one of a tensor's floats is zero.");
   m.def("as_mask", &as_mask, "exchange"_a, "bias"_a, "mask"_a,
         "Whether a bias is 0 or -inf everywhere; then the booleans of `mask` are where it is 0.");
-  m.def("backward", &backward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a,
-        "q"_a, "k"_a, "v"_a, "lse"_a, "terms"_a, "packed"_a.none(), "bias"_a.none(),
-        "slopes"_a.none(), "sinks"_a.none(), "dout"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a,
-        "dbias"_a.none(), "Gradients of one attention call.");
+  m.def("backward", &backward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a, "q"_a,
+        "k"_a, "v"_a, "lse"_a, "terms"_a, "packed"_a.none(), "bias"_a.none(), "slopes"_a.none(),
+        "sinks"_a.none(), "dout"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a, "dbias"_a.none(),
+        "Gradients of one attention call.");
 }
 
 }  // namespace polyattn

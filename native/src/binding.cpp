@@ -40,8 +40,8 @@ Tensor read_tensor(int element, int64_t data, nb::handle sizes, nb::handle strid
   return tensor;
 }
 
-void trace_statistics(int isa, int threads, int element, int64_t data, nb::handle sizes,
-                      nb::handle strides, int64_t out) {
+void trace_statistics(int isa, int threads, int element, int64_t data, nb::handle sizes, nb::handle strides,
+                      int64_t out) {
   const Tensor tensor = read_tensor(element, data, sizes, strides);
   if (const char* complaint = check(tensor)) refuse(complaint);
   double* const row = reinterpret_cast<double*>(static_cast<intptr_t>(out));
@@ -96,8 +96,8 @@ std::string compiler() {
 #else
   const int version[] = {__GNUC__, __GNUC_MINOR__, __GNUC_PATCHLEVEL__};
 #endif
-  return std::string(name) + " " + std::to_string(version[0]) + "." + std::to_string(version[1]) +
-         "." + std::to_string(version[2]);
+  return std::string(name) + " " + std::to_string(version[0]) + "." + std::to_string(version[1]) + "." +
+         std::to_string(version[2]);
 }
 
 nb::dict build() {
@@ -135,13 +135,13 @@ NB_MODULE(_native, m) {
   nanobind::set_leak_warnings(false);  // a trace may be open while the program ends
   using namespace nanobind::literals;
   m.doc() = "Tiled CPU attention kernels. Use polyattn.native or the native_cpu backend.";
-  m.def("isas", [] { return polyattn::names(polyattn::available()); },
-        "Instruction sets that this processor runs, best first.");
+  m.def(
+      "isas", [] { return polyattn::names(polyattn::available()); },
+      "Instruction sets that this processor runs, best first.");
   m.def("build", &polyattn::build, "Compiler, compiled instruction sets, version.");
   polyattn::add_attention(m);
-  m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a,
-        "sizes"_a, "strides"_a, "out"_a,
-        "85 float64 numbers of a tensor: see native/src/statistics/statistics.h.");
+  m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a, "sizes"_a,
+        "strides"_a, "out"_a, "85 float64 numbers of a tensor: see native/src/statistics/statistics.h.");
   polyattn::add_door(m);
   polyattn::add_trace_lines(m);
   polyattn::add_trace_record(m);

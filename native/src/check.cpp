@@ -23,9 +23,7 @@ constexpr int32_t kMaxThreads = 1024;
 
 int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-bool known(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
-}
+bool known(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
 
 bool aligned(const void* data, int64_t size) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) == 0;
@@ -61,19 +59,16 @@ const char* check_array(const char* name, const Array& array, const Shape& shape
   if (array.data == nullptr && !empty) {
     return complain("%s has elements but no data pointer", name);
   }
-  if (const char* complaint = check_reach(name,
-                                          {{shape.rows, array.row},
-                                           {shape.heads, array.head},
-                                           {shape.batch, array.batch}},
-                                          shape.columns, size, array.extent)) {
+  if (const char* complaint =
+          check_reach(name, {{shape.rows, array.row}, {shape.heads, array.head}, {shape.batch, array.batch}},
+                      shape.columns, size, array.extent)) {
     return complaint;
   }
   if (empty) return nullptr;
   if (!aligned(array.data, size)) {
     return complain("%s's pointer is not aligned to its element size", name);
   }
-  Dimension dimensions[] = {
-      {shape.rows, array.row}, {shape.heads, array.head}, {shape.batch, array.batch}};
+  Dimension dimensions[] = {{shape.rows, array.row}, {shape.heads, array.head}, {shape.batch, array.batch}};
   if (written && overlapping(dimensions, shape.columns)) {
     return complain("%s's rows overlap: each written row needs its own place", name);
   }
@@ -92,10 +87,9 @@ const char* check_sizes(const Arguments& a) {
     if (a.q_heads % a.kv_heads != 0) return "q_heads must be a multiple of kv_heads";
   }
   int64_t rows = 0, keys = 0;  // the kernels number all rows of all heads
-  if (__builtin_mul_overflow(a.batch, a.q_heads, &rows) ||
-      __builtin_mul_overflow(rows, a.q_len, &rows) ||
-      __builtin_mul_overflow(a.batch, a.kv_heads, &keys) ||
-      __builtin_mul_overflow(keys, a.kv_len, &keys) || rows > kMaxExtent || keys > kMaxExtent) {
+  if (__builtin_mul_overflow(a.batch, a.q_heads, &rows) || __builtin_mul_overflow(rows, a.q_len, &rows) ||
+      __builtin_mul_overflow(a.batch, a.kv_heads, &keys) || __builtin_mul_overflow(keys, a.kv_len, &keys) ||
+      rows > kMaxExtent || keys > kMaxExtent) {
     return "batch * heads * length is more than 2**61";
   }
   if (!known(a.dtype)) return "dtype must be 0 (float32), 1 (bfloat16) or 2 (float16)";
@@ -122,12 +116,11 @@ const char* check_segments(const Arguments& a, const Term& term) {
   if (!aligned(term.q_ids, 8) || !aligned(term.kv_ids, 8)) {
     return "a segments term's pointer is not aligned to int64";
   }
-  if (const char* complaint = check_reach("a mask's query segments", {{a.batch, term.q_ids_batch}},
-                                          a.q_len, 8, term.extent)) {
+  if (const char* complaint =
+          check_reach("a mask's query segments", {{a.batch, term.q_ids_batch}}, a.q_len, 8, term.extent)) {
     return complaint;
   }
-  return check_reach("a mask's key segments", {{a.batch, term.kv_ids_batch}}, a.kv_len, 8,
-                     term.kv_extent);
+  return check_reach("a mask's key segments", {{a.batch, term.kv_ids_batch}}, a.kv_len, 8, term.kv_extent);
 }
 
 const char* check_bytes(const Arguments& a, const Term& term) {
@@ -141,8 +134,8 @@ const char* check_bytes(const Arguments& a, const Term& term) {
   if (term.bytes == nullptr && !empty) return "a block map or dense mask has no data pointer";
   return check_reach(
       term.kind == TermKind::blocks ? "a block map" : "a dense mask",
-      {{a.batch, term.batch}, {a.q_heads, term.head}, {rows, term.row}, {columns, term.column}}, 1,
-      1, term.extent);
+      {{a.batch, term.batch}, {a.q_heads, term.head}, {rows, term.row}, {columns, term.column}}, 1, 1,
+      term.extent);
 }
 
 const char* check_term(const Arguments& a, const Term& term) {
@@ -169,9 +162,7 @@ const char* check_term(const Arguments& a, const Term& term) {
   return "a mask term's kind is not 0 to 8";
 }
 
-bool joins(const Term& term) {
-  return term.kind == TermKind::both || term.kind == TermKind::either;
-}
+bool joins(const Term& term) { return term.kind == TermKind::both || term.kind == TermKind::either; }
 
 const char* check_program(const Arguments& a) {
   if (a.terms < 0 || a.terms > kMaxTerms) return "a mask must have 0 to 32 terms";
@@ -186,8 +177,7 @@ const char* check_program(const Arguments& a) {
   return nullptr;
 }
 
-const char* check_offsets(const int64_t* offsets, const Extent& extent, int64_t count,
-                          int64_t total) {
+const char* check_offsets(const int64_t* offsets, const Extent& extent, int64_t count, int64_t total) {
   if (!aligned(offsets, 8)) return "the packed offsets' pointer is not aligned to int64";
   if (const char* complaint = check_reach("the packed offsets", {}, count + 1, 8, extent)) {
     return complaint;
@@ -270,19 +260,16 @@ const char* check_bias(const Arguments& a) {
   if (!known(a.bias.dtype)) return "the bias dtype must be 0 (float32), 1 (bf16) or 2 (f16)";
   const int64_t size = element_size(a.bias.dtype);
   if (!aligned(a.bias.data, size)) return "the bias's pointer is not aligned to its element size";
-  return check_reach("the bias",
-                     {{a.batch, a.bias.batch},
-                      {a.q_heads, a.bias.head},
-                      {a.q_len, a.bias.row},
-                      {a.kv_len, a.bias.column}},
-                     1, size, a.bias.extent);
+  return check_reach(
+      "the bias",
+      {{a.batch, a.bias.batch}, {a.q_heads, a.bias.head}, {a.q_len, a.bias.row}, {a.kv_len, a.bias.column}},
+      1, size, a.bias.extent);
 }
 
 const char* check_sinks(const Arguments& a) {
   if (!aligned(a.sinks, 4)) return "the sinks' pointer is not aligned to float32";
   int64_t count = 0;
-  if (a.sink_count < 1 || __builtin_mul_overflow(a.sink_count, a.q_heads, &count) ||
-      count > kMaxExtent / 4) {
+  if (a.sink_count < 1 || __builtin_mul_overflow(a.sink_count, a.q_heads, &count) || count > kMaxExtent / 4) {
     return "the sinks' count must be 1 or more for each query head";
   }
   return check_reach("the sinks", {}, count, 4, a.sinks_extent);
@@ -293,8 +280,8 @@ const char* check_extras(const Arguments& a) {
   if (a.bias.data != nullptr && (complaint = check_bias(a))) return complaint;
   if (a.slopes.data != nullptr) {
     if (!aligned(a.slopes.data, 4)) return "the slopes' pointer is not aligned to float32";
-    complaint = check_reach("the slopes", {{a.batch, a.slopes.batch}, {a.q_heads, a.slopes.head}},
-                            1, 4, a.slopes.extent);
+    complaint = check_reach("the slopes", {{a.batch, a.slopes.batch}, {a.q_heads, a.slopes.head}}, 1, 4,
+                            a.slopes.extent);
     if (complaint != nullptr) return complaint;
   }
   return a.sinks != nullptr ? check_sinks(a) : nullptr;

@@ -22,8 +22,7 @@ namespace {
 bool runs_here([[maybe_unused]] const Kernels* kernels) {
 #if defined(POLYATTN_HAVE_AVX2)
   if (kernels == &kAvx2) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           has_f16c();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   }
 #endif
 #if defined(POLYATTN_HAVE_AVX512) || defined(POLYATTN_HAVE_AVX512BF16)
@@ -70,7 +69,7 @@ const Kernels* const* compiled() {
 #if defined(POLYATTN_HAVE_NEON)
       &kNeon,
 #endif
-      &kGeneric,
+      &kGeneric,  // anywhere
       nullptr,
   };
   static_assert(sizeof(sets) / sizeof(sets[0]) <= kMaxSets + 1);

@@ -108,10 +108,8 @@ void add_door(nb::module_& m) {
       {"forget", forget, METH_NOARGS, "To be called when the table has changed."},
       {"attention", method<&Door::attention, 13>(), METH_FASTCALL,
        "Run a call of attention, or give missed."},
-      {"sdpa", method<&Door::sdpa, 8>(), METH_FASTCALL,
-       "Run a call with torch's signature, or give missed."},
-      {"paged", method<&Door::paged, 12>(), METH_FASTCALL,
-       "Run a call on pages, or give missed."},
+      {"sdpa", method<&Door::sdpa, 8>(), METH_FASTCALL, "Run a call with torch's signature, or give missed."},
+      {"paged", method<&Door::paged, 12>(), METH_FASTCALL, "Run a call on pages, or give missed."},
       {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {
       {Py_tp_doc, const_cast<char*>("The short way of a call; see polyattn/torch/short_way.py.")},

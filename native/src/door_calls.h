@@ -19,7 +19,7 @@ struct Recent {
 struct Found {
   nb::object tensors;  // q, k and v as a tuple
   nb::object run;
-  nb::object plan;  // where somebody records the call
+  nb::object plan;           // where somebody records the call
   bool is_operator = false;  // called with three tensors, and gives the output first of several
 };
 
@@ -87,8 +87,8 @@ class Door {
     if (!bias.is_valid()) return kError;
     const nb::object sinks = keys_.part_of(a[7], kArrayKey);
     if (!sinks.is_valid()) return kError;
-    return find({a[9], signature.ptr(), a[5], a[6], a[8], a[10], a[11], a[12], bias.ptr(),
-                 sinks.ptr(), Py_None, Py_None, Py_None, here_[kAttention]},
+    return find({a[9], signature.ptr(), a[5], a[6], a[8], a[10], a[11], a[12], bias.ptr(), sinks.ptr(),
+                 Py_None, Py_None, Py_None, here_[kAttention]},
                 around, a, shapes, found);
   }
 
@@ -99,8 +99,8 @@ class Door {
     Shapes shapes(a, false);
     const nb::object array = keys_.added_key(a[3], shapes);
     if (!array.is_valid()) return kError;
-    return find({here_[kBnth], array.ptr(), a[6], Py_None, a[4], Py_False, Py_None, Py_None,
-                 Py_None, Py_None, Py_None, a[5], a[7], here_[kSdpa]},
+    return find({here_[kBnth], array.ptr(), a[6], Py_None, a[4], Py_False, Py_None, Py_None, Py_None, Py_None,
+                 Py_None, a[5], a[7], here_[kSdpa]},
                 around, a, shapes, found);
   }
 
@@ -122,8 +122,8 @@ class Door {
     if (!pages.is_valid()) return kError;
     const nb::object zero = nb::steal(PyFloat_FromDouble(0.0));
     if (!zero.is_valid()) return kError;
-    return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None,
-                 sinks.ptr(), pages.ptr(), Py_None, Py_None, here_[kPaged]},
+    return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None, sinks.ptr(),
+                 pages.ptr(), Py_None, Py_None, here_[kPaged]},
                 around, a, shapes, found);
   }
 
@@ -138,9 +138,9 @@ class Door {
 
   // Nothing but tensors and a layout: each option is what it is where it is not given.
   static bool is_plainest(Arguments a) {
-    return a[3] == Py_None && a[4] == Py_None && a[5] == Py_None && a[6] == Py_None &&
-           a[7] == Py_None && a[11] == Py_None && a[12] == Py_None && a[10] == Py_False &&
-           PyFloat_CheckExact(a[8]) && PyFloat_AS_DOUBLE(a[8]) == 0.0 && PyUnicode_CheckExact(a[9]);
+    return a[3] == Py_None && a[4] == Py_None && a[5] == Py_None && a[6] == Py_None && a[7] == Py_None &&
+           a[11] == Py_None && a[12] == Py_None && a[10] == Py_False && PyFloat_CheckExact(a[8]) &&
+           PyFloat_AS_DOUBLE(a[8]) == 0.0 && PyUnicode_CheckExact(a[9]);
   }
 
   Outcome find_plain(Arguments a, Found& found) {
@@ -183,8 +183,7 @@ class Door {
       return truth(PyObject_Vectorcall(function, a, 3, nullptr));
     }
     if (!pack(a, found)) return kError;
-    return truth(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function),
-                                                    found.tensors.ptr()));
+    return truth(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function), found.tensors.ptr()));
   }
 
   static bool pack(Arguments a, Found& found) {
@@ -198,9 +197,11 @@ class Door {
     PyObject* const environ = switches.is_valid() ? here_.environment() : nullptr;
     if (environ == nullptr) return kError;
     PyObject* const fields[kFieldCount] = {
-        of.layout, of.mask, of.scale, of.softcap, of.dropout_p, of.return_lse, of.deterministic,
-        of.backend, Py_None, determined == kYes ? Py_True : Py_False, switches.ptr(), environ,
-        of.bias, of.sinks, Py_None, Py_None, of.pages, of.causal, of.gqa, of.door, Py_None};
+        of.layout,      of.mask,          of.scale,   of.softcap, of.dropout_p,
+        of.return_lse,  of.deterministic, of.backend, Py_None,    determined == kYes ? Py_True : Py_False,
+        switches.ptr(), environ,          of.bias,    of.sinks,   Py_None,
+        Py_None,        of.pages,         of.causal,  of.gqa,     of.door,
+        Py_None};
     Recent& recent = recent_[place_of(fields)];
     nb::object row = recent.row;  // owned here: what follows may change the table
     if (!row.is_valid() || !Keys::is_same(recent.key.ptr(), fields, around)) {
@@ -235,15 +236,13 @@ class Door {
   Outcome noted(const nb::object& recorders, const Found& found, Arguments a, bool biased) {
     nb::object selection = nb::steal(PyObject_GetAttr(found.plan.ptr(), names().selection));
     if (selection.is_valid() && a != nullptr) {
-      selection = nb::steal(PyObject_CallFunctionObjArgs(here_[kResized], selection.ptr(), a[0],
-                                                         a[1], a[3], biased ? a[4] : Py_None,
-                                                         nullptr));
+      selection = nb::steal(PyObject_CallFunctionObjArgs(here_[kResized], selection.ptr(), a[0], a[1], a[3],
+                                                         biased ? a[4] : Py_None, nullptr));
     }
     if (!selection.is_valid()) return kError;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(recorders.ptr()); ++i) {
       PyObject* const ran = PyTuple_GET_ITEM(recorders.ptr(), i);
-      const nb::object done =
-          nb::steal(PyObject_CallMethodOneArg(ran, names().append, selection.ptr()));
+      const nb::object done = nb::steal(PyObject_CallMethodOneArg(ran, names().append, selection.ptr()));
       if (!done.is_valid()) return kError;
     }
     return kYes;

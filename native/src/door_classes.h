@@ -40,12 +40,12 @@ class Shapes {
     if (count(0) != 4 || count(1) != 4 || count(2) != 4) return none();
     const int row = row_, head = 3 - row;
     const long long b = size(0, 0), t = size(0, row), s = size(1, row);
-    const bool fits = size(1, 0) == b && size(1, 3) == size(0, 3) && size(2, 0) == b &&
-                      size(2, row) == s && size(2, head) == size(1, head);
+    const bool fits = size(1, 0) == b && size(1, 3) == size(0, 3) && size(2, 0) == b && size(2, row) == s &&
+                      size(2, head) == size(1, head);
     if (!fits || b < 1 || b > kMostBatch || t < 1 || s < kFewest) return none();
     const long long order = t < s ? -1 : t > s ? 1 : 0;
-    const long long parts[] = {up(b), up(t), up(s), order, size(0, head), size(1, head),
-                               size(0, 3), size(2, 3)};
+    const long long parts[] = {up(b),         up(t),         up(s),      order,
+                               size(0, head), size(1, head), size(0, 3), size(2, 3)};
     nb::object key = nb::steal(PyTuple_New(8));
     for (int i = 0; key.is_valid() && i < 8; ++i) {
       PyObject* const part = PyLong_FromLongLong(parts[i]);

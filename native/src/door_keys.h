@@ -10,9 +10,9 @@ namespace polyattn {
 
 // The fields of polyattn.torch.cache.Key, whose equal is built here.
 constexpr const char* kFields[] = {
-    "layout", "mask", "scale", "softcap", "dropout_p", "return_lse", "deterministic", "backend",
-    "around", "determined", "switches", "environ", "bias", "sinks", "layer", "cast", "pages", "causal",
-    "gqa", "door", "noted"};
+    "layout",  "mask",   "scale",      "softcap",  "dropout_p", "return_lse", "deterministic",
+    "backend", "around", "determined", "switches", "environ",   "bias",       "sinks",
+    "layer",   "cast",   "pages",      "causal",   "gqa",       "door",       "noted"};
 constexpr int kAround = 8;
 constexpr int kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
 
@@ -52,8 +52,7 @@ class Keys {
   // ... of a bias or a mask, whose arrays may be as long as the keys.
   nb::object added_by(Part function, PyObject* what, Arguments a, PyObject* layout) {
     if (what == Py_None) return none();
-    return nb::steal(
-        PyObject_CallFunctionObjArgs(here_[function], what, a[0], a[1], layout, nullptr));
+    return nb::steal(PyObject_CallFunctionObjArgs(here_[function], what, a[0], a[1], layout, nullptr));
   }
 
   // ... of the mask of torch's signature, or of one that a mask of the class `holder` holds.
@@ -136,8 +135,7 @@ class Keys {
     if (!key.is_valid()) return key;
     for (int i = 0; i < kFieldCount; ++i) PyTuple_SET_ITEM(key.ptr(), i, Py_NewRef(fields[i]));
     if (around.is_nothing()) return key;
-    PyObject* const asked =
-        PyTuple_Pack(3, around.scope.ptr(), around.traced.ptr(), around.module.ptr());
+    PyObject* const asked = PyTuple_Pack(3, around.scope.ptr(), around.traced.ptr(), around.module.ptr());
     if (asked == nullptr) return nb::object();
     Py_DECREF(Py_None);
     PyTuple_SET_ITEM(key.ptr(), kAround, asked);

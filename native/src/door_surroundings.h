@@ -10,20 +10,20 @@ namespace nb = nanobind;
 
 // What Python hands over, in this order; see polyattn/torch/short_way.py.
 enum Part : int {
-  kMissed,        // what is given where Python has to look
-  kStrange,       // the errors that mean just that, while a call is looked up
-  kTensor,        // the two types of tensors that the table holds
+  kMissed,   // what is given where Python has to look
+  kStrange,  // the errors that mean just that, while a call is looked up
+  kTensor,   // the two types of tensors that the table holds
   kParameter,
-  kNested,        // the descriptor of their attribute is_nested
-  kRows,          // of the table: by key (check, run, plan, by_shapes, by_class)
-  kPlain,         // of the table: by layout (check, run, operator, determined, environ, others)
+  kNested,  // the descriptor of their attribute is_nested
+  kRows,    // of the table: by key (check, run, plan, by_shapes, by_class)
+  kPlain,   // of the table: by layout (check, run, operator, determined, environ, others)
   kState,
   kLocal,
-  kScope,         // context variables
+  kScope,  // context variables
   kRecording,
-  kDetermined,    // functions of torch without arguments
+  kDetermined,  // functions of torch without arguments
   kGradMode,
-  kFlash,         // from here on its switches
+  kFlash,  // from here on its switches
   kEfficient,
   kMath,
   kCudnn,
@@ -31,17 +31,17 @@ enum Part : int {
   kForwardGrad,
   kInference,
   kGraphTask,
-  kHooks,         // ... and one with an argument
-  kEnviron,       // the dictionary of the environment, and the key of POLYATTN_BACKEND
+  kHooks,    // ... and one with an argument
+  kEnviron,  // the dictionary of the environment, and the key of POLYATTN_BACKEND
   kBackend,
-  kArrayKey,      // functions: of arrays, biases and masks, what a choice rests on
+  kArrayKey,  // functions: of arrays, biases and masks, what a choice rests on
   kBiasKey,
   kMaskKey,
-  kResized,       // ... and what gives the selection of a class the sizes of a call
-  kDense,         // the class of masks that are one array
-  kStatic,        // classes of masks without arrays
-  kJoined,        // classes of masks with members
-  kAttention,     // texts
+  kResized,    // ... and what gives the selection of a class the sizes of a call
+  kDense,      // the class of masks that are one array
+  kStatic,     // classes of masks without arrays
+  kJoined,     // classes of masks with members
+  kAttention,  // texts
   kSdpa,
   kPaged,
   kBnth,
@@ -77,9 +77,7 @@ inline Outcome outcome(int value) { return value < 0 ? kError : value == 0 ? kNo
 
 inline Outcome truth(PyObject* owned) {
   if (owned == nullptr) return kError;
-  const Outcome found = owned == Py_True    ? kYes
-                        : owned == Py_False ? kNo
-                                            : outcome(PyObject_IsTrue(owned));
+  const Outcome found = owned == Py_True ? kYes : owned == Py_False ? kNo : outcome(PyObject_IsTrue(owned));
   Py_DECREF(owned);
   return found;
 }

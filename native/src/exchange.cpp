@@ -120,15 +120,14 @@ void Exchange::shape(nb::handle tensor, const char* name, int64_t (&sizes)[4]) c
   for (int i = 0; i < 4; ++i) sizes[i] = x.shape[i];
 }
 
-Array Exchange::array(nb::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4],
-                      int head, int row) const {
+Array Exchange::array(nb::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4], int head,
+                      int row) const {
   Description x;
   if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
   if (x.device_type != kCpu || !is_of(x, dtype) || x.dims != 4 || x.strides == nullptr) {
     refuse(complain("%s: expected a tensor of 4 dims of the call's dtype on the CPU", name));
   }
-  Array array{static_cast<char*>(x.data) + x.byte_offset, x.strides[0], x.strides[head],
-              x.strides[row], {}};
+  Array array{static_cast<char*>(x.data) + x.byte_offset, x.strides[0], x.strides[head], x.strides[row], {}};
   int64_t elements = 1;
   for (int i = 0; i < 4; ++i) {
     if (x.shape[i] != sizes[i]) {
@@ -200,8 +199,9 @@ bool Exchange::has_zero(nb::handle tensor) const {
   if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
   const bool is_float = (x.code == kFloat || x.code == kBFloat) && x.lanes == 1;
   if (x.device_type != kCpu || !is_float || x.dims < 1 || x.dims > kMostDims || x.strides == nullptr) {
-    refuse(complain("got a tensor of %d dims on a device of type %d, expected floats of 1 to 8 dims "
-                    "on the CPU", x.dims, x.device_type));
+    constexpr const char* kForm =
+        "got a tensor of %d dims on a device of type %d, expected floats of 1 to 8 dims on the CPU";
+    refuse(complain(kForm, x.dims, x.device_type));
   }
   for (int i = 0; i < x.dims; ++i) {
     if (x.shape[i] == 0) return false;

@@ -20,8 +20,8 @@ class Exchange {
 
   // An array of these four sizes on the CPU, in this order in the tensor's shape; `head` and `row`
   // are the dims of the heads and of the rows.
-  Array array(nanobind::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4],
-              int head, int row) const;
+  Array array(nanobind::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4], int head,
+              int row) const;
 
   // What broadcasts to four sizes, (B, N, T, S): booleans as a term of a mask, floats as a bias.
   Term allowed(nanobind::handle tensor, const int64_t (&scores)[4]) const;

@@ -25,8 +25,8 @@ const char* complain(const char* form, ...) {
   return text;
 }
 
-const char* check_reach(const char* name, std::initializer_list<Dimension> dimensions,
-                        int64_t columns, int64_t width, const Extent& extent) {
+const char* check_reach(const char* name, std::initializer_list<Dimension> dimensions, int64_t columns,
+                        int64_t width, const Extent& extent) {
   int64_t low = 0, high = columns - 1, span = 0;
   bool empty = columns <= 0, within = true;
   for (const Dimension& dimension : dimensions) {
@@ -42,8 +42,8 @@ const char* check_reach(const char* name, std::initializer_list<Dimension> dimen
   return complain(
       "%s: got sizes and strides that reach elements %lld to %lld, expected elements %lld to %lld, "
       "which are all that its memory holds",
-      name, static_cast<long long>(low), static_cast<long long>(high),
-      static_cast<long long>(first), static_cast<long long>(last));
+      name, static_cast<long long>(low), static_cast<long long>(high), static_cast<long long>(first),
+      static_cast<long long>(last));
 }
 
 }  // namespace polyattn

@@ -22,7 +22,7 @@ __attribute__((format(printf, 1, 2))) const char* complain(const char* form, ...
 
 // Returns nullptr when every element of the array lies within its memory, else the complaint.
 // `columns`: how many elements lie side by side at each place; `width`: the bytes of an element.
-const char* check_reach(const char* name, std::initializer_list<Dimension> dimensions,
-                        int64_t columns, int64_t width, const Extent& extent);
+const char* check_reach(const char* name, std::initializer_list<Dimension> dimensions, int64_t columns,
+                        int64_t width, const Extent& extent);
 
 }  // namespace polyattn

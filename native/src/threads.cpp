@@ -236,10 +236,9 @@ bool find_openmp() {
   if (openmp_found.load(std::memory_order_acquire)) return true;
   const uint64_t objects = objects_loaded();
   if (objects == objects_seen.load(std::memory_order_relaxed)) return false;
-  const bool found = resolve("GOMP_parallel", openmp.parallel) &&
-                     resolve("omp_in_parallel", openmp.in_parallel) &&
-                     resolve("omp_get_thread_num", openmp.thread_number) &&
-                     resolve("omp_get_num_threads", openmp.team_size);
+  const bool found =
+      resolve("GOMP_parallel", openmp.parallel) && resolve("omp_in_parallel", openmp.in_parallel) &&
+      resolve("omp_get_thread_num", openmp.thread_number) && resolve("omp_get_num_threads", openmp.team_size);
   if (found) {
     openmp_found.store(true, std::memory_order_release);
   } else {
@@ -263,8 +262,7 @@ void run_share(void* data) {
   const Region& region = *static_cast<const Region*>(data);
   const InsideRegion inside;
   const int step = openmp.team_size.load(std::memory_order_relaxed)();
-  for (int i = openmp.thread_number.load(std::memory_order_relaxed)(); i < region.threads;
-       i += step) {
+  for (int i = openmp.thread_number.load(std::memory_order_relaxed)(); i < region.threads; i += step) {
     region.body(region.context, i);
   }
 }
@@ -320,8 +318,7 @@ void parallel(int threads, Body body, void* context) {
       return run_in_order(threads, body, context);
     }
     Region region{threads, body, context};
-    openmp.parallel.load(std::memory_order_relaxed)(run_share, &region,
-                                                    static_cast<unsigned>(threads), 0);
+    openmp.parallel.load(std::memory_order_relaxed)(run_share, &region, static_cast<unsigned>(threads), 0);
     return;
   }
   const InsideRegion inside;

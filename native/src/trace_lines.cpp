@@ -14,7 +14,21 @@ namespace polyattn {
 namespace {
 
 // The places in an event: polyattn.trace.recorders.torch.lines.Event.
-enum Place { kSeq, kHead, kCall, kStep, kPhase, kPath, kShape, kDtype, kRows, kSlot, kSame, kExtra, kPlaces = 13 };
+enum Place {
+  kSeq,
+  kHead,
+  kCall,
+  kStep,
+  kPhase,
+  kPath,
+  kShape,
+  kDtype,
+  kRows,
+  kSlot,
+  kSame,
+  kExtra,
+  kPlaces = 13
+};
 
 // Few lines are written sooner than others could have been given the interpreter's lock.
 constexpr size_t kWorthReleasing = 16;
@@ -48,8 +62,8 @@ class Turn {
 
 }  // namespace
 
-TraceLines::TraceLines(const nb::list& fields, bool samples, bool sketch, std::string rank,
-                       nb::object wide, nb::object quoted, nb::object unusual)
+TraceLines::TraceLines(const nb::list& fields, bool samples, bool sketch, std::string rank, nb::object wide,
+                       nb::object quoted, nb::object unusual)
     : rank_(std::move(rank)), wide_(std::move(wide)), quoted_(std::move(quoted)),
       unusual_(std::move(unusual)) {
   for (nb::handle one : fields) {
@@ -95,8 +109,8 @@ void TraceLines::line(std::string& out, const TracePlace& place, int64_t seq, in
   out += "}\n";
 }
 
-bool TraceLines::line(std::string& out, const TracePlace& place, int64_t seq, PyObject* shape,
-                      PyObject* of, const double* row) {
+bool TraceLines::line(std::string& out, const TracePlace& place, int64_t seq, PyObject* shape, PyObject* of,
+                      const double* row) {
   if (!usual(of, row)) return false;
   forget_now();
   const DType& type = dtype(of);
@@ -123,7 +137,8 @@ void TraceLines::read_blocks(const nb::list& blocks) {
   for (nb::handle one : blocks) {
     const nb::tuple block = nb::cast<nb::tuple>(one);
     const auto address = static_cast<intptr_t>(nb::cast<int64_t>(block[1]));
-    blocks_.push_back({block[0].ptr(), reinterpret_cast<const double*>(address), nb::cast<int64_t>(block[2])});
+    blocks_.push_back(
+        {block[0].ptr(), reinterpret_cast<const double*>(address), nb::cast<int64_t>(block[2])});
   }
 }
 

@@ -29,8 +29,8 @@ class TraceLines {
   // `fields`: names and places of the statistics; `wide`: dtypes whose numbers have 17 digits;
   // `quoted`: a text as JSON; `unusual`: the statistics of a row that is not written the plain way,
   // as text, from (dtype, the row's bytes).
-  TraceLines(const nanobind::list& fields, bool samples, bool sketch, std::string rank,
-             nanobind::object wide, nanobind::object quoted, nanobind::object unusual);
+  TraceLines(const nanobind::list& fields, bool samples, bool sketch, std::string rank, nanobind::object wide,
+             nanobind::object quoted, nanobind::object unusual);
 
   // The lines of the events; `blocks`: (rows, address of the first, how many are used).
   nanobind::bytes of(const nanobind::list& events, const nanobind::list& blocks);

@@ -66,8 +66,8 @@ class TraceRecord {
   // `strided`: the layout it reads; `device`: of what the kernel reads; `threads` and `next_seq`:
   // functions that give the number of threads to use and of the next record; `lines`, `sink`: what
   // makes and takes lines, None where all become events.
-  TraceRecord(nb::object tensor, nb::dict elements, nb::object strided, nb::object device,
-              nb::object threads, nb::object next_seq, nb::object lines, nb::object sink)
+  TraceRecord(nb::object tensor, nb::dict elements, nb::object strided, nb::object device, nb::object threads,
+              nb::object next_seq, nb::object lines, nb::object sink)
       : tensor_(std::move(tensor)), elements_(std::move(elements)), strided_(std::move(strided)),
         device_(std::move(device)), threads_(std::move(threads)), next_seq_(std::move(next_seq)),
         kept_lines_(std::move(lines)), sink_(std::move(sink)),
@@ -78,8 +78,8 @@ class TraceRecord {
 
   // Writes the lines of the tensors, or adds their events to the lane, up to the first that is left
   // to Python, and returns how many these are.
-  Py_ssize_t record(nb::handle lane, nb::list found, nb::handle head, nb::handle call,
-                    nb::handle step, nb::handle phase, bool compiled) {
+  Py_ssize_t record(nb::handle lane, nb::list found, nb::handle head, nb::handle call, nb::handle step,
+                    nb::handle phase, bool compiled) {
     const Target to{lane, taken(PyObject_GetAttr(lane.ptr(), names_.seen)), {head, call, step, phase}};
     if (!PyDict_CheckExact(to.seen.ptr())) throw nb::type_error("lane: expected one that has seen");
     const Py_ssize_t size = PyList_GET_SIZE(found.ptr());
@@ -101,9 +101,7 @@ class TraceRecord {
     nb::handle place[4];  // head, call, step, phase
   };
 
-  static nb::object get(nb::handle of, PyObject* name) {
-    return taken(PyObject_GetAttr(of.ptr(), name));
-  }
+  static nb::object get(nb::handle of, PyObject* name) { return taken(PyObject_GetAttr(of.ptr(), name)); }
   static nb::object call(nb::handle of, PyObject* name) {
     return taken(PyObject_CallMethodNoArgs(of.ptr(), name));
   }
@@ -164,8 +162,7 @@ class TraceRecord {
   }
 
   // Whether the kernel has read the tensor into the row.
-  bool summarized(nb::handle rows, nb::handle t, nb::handle shape, nb::handle dtype,
-                  int64_t slot) const {
+  bool summarized(nb::handle rows, nb::handle t, nb::handle shape, nb::handle dtype, int64_t slot) const {
     PyObject* element = PyDict_GetItemWithError(elements_.ptr(), dtype.ptr());
     if (element == nullptr) {
       if (PyErr_Occurred() != nullptr) throw nb::python_error();
@@ -173,8 +170,7 @@ class TraceRecord {
     }
     const bool plain = get(t, names_.is_cpu).ptr() == Py_True &&
                        get(t, names_.layout).ptr() == strided_.ptr() &&
-                       call(t, names_.is_neg).ptr() == Py_False &&
-                       get(t, names_.is_nested).ptr() == Py_False;
+                       call(t, names_.is_neg).ptr() == Py_False && get(t, names_.is_nested).ptr() == Py_False;
     if (!plain || !PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > kMaxDims) return false;
     const nb::object stride = call(t, names_.stride);
     if (!PyTuple_Check(stride.ptr()) || PyTuple_GET_SIZE(stride.ptr()) != PyTuple_GET_SIZE(shape.ptr())) {
@@ -266,9 +262,8 @@ class TraceRecord {
     const auto or_none = [](PyObject* value) { return value == nullptr ? Py_None : value; };
     const nb::object seq = taken(PyObject_CallNoArgs(next_seq_.ptr()));
     const nb::object event = taken(PyTuple_Pack(
-        13, seq.ptr(), to.place[0].ptr(), to.place[1].ptr(), to.place[2].ptr(), to.place[3].ptr(),
-        path.ptr(), or_none(shape), or_none(dtype), or_none(rows), nb::int_(slot).ptr(), same, Py_None,
-        Py_None));
+        13, seq.ptr(), to.place[0].ptr(), to.place[1].ptr(), to.place[2].ptr(), to.place[3].ptr(), path.ptr(),
+        or_none(shape), or_none(dtype), or_none(rows), nb::int_(slot).ptr(), same, Py_None, Py_None));
     const nb::object events = get(to.lane, names_.events);  // asked for late: they may have gone
     if (PyList_Append(events.ptr(), event.ptr()) != 0) throw nb::python_error();
     return seq;

@@ -201,14 +201,13 @@ void arrays() {
 // Every array one byte shorter than what the call reaches, then none at all.
 void memories() {
   using Where = std::function<Extent&(Arguments&)>;
-  const auto shorter = [](const char* name, const Arguments& a, const Where& of,
-                          Pass pass = Pass::forward) {
+  const auto shorter = [](const char* name, const Arguments& a, const Where& of, Pass pass = Pass::forward) {
     const char* const held = "which are all that its memory holds";
     accept(name, a, pass);
     refuse(name, a, [&of](Arguments& spoilt) { of(spoilt).bytes -= 1; }, pass);
     refuse(held, a, [&of](Arguments& spoilt) { of(spoilt) = {}; }, pass);
   };
-  const auto of_array = [](Array Arguments::*array) {
+  const auto of_array = [](Array Arguments::* array) {
     return [array](Arguments& a) -> Extent& { return (a.*array).extent; };
   };
   shorter("q", plain(), of_array(&Arguments::q));
@@ -244,8 +243,7 @@ void memories() {
   a.sink_count = 2;
   a.sinks_extent = {8 * 4};
   shorter("sinks", a, [](Arguments& b) -> Extent& { return b.sinks_extent; });
-  refuse("q: got sizes and strides that reach elements -32 to", plain(),
-         [](Arguments& b) { b.q.row = -8; });
+  refuse("q: got sizes and strides that reach elements -32 to", plain(), [](Arguments& b) { b.q.row = -8; });
   refuse("reach elements 0 to 3, expected elements 0 to 0", a, [](Arguments& b) {
     b.sink_count = 1;  // one value, shared by four heads
     b.sinks_extent = {4};
@@ -286,9 +284,8 @@ void masks() {
   refuse("band", band, [](Arguments& a) { a.term[0].high = kLargest; });
   const Arguments limit = with_terms({TermKind::q_limit});
   refuse("no lengths", limit, [](Arguments& a) { a.term[0].lengths = nullptr; });
-  refuse("int64", limit, [](Arguments& a) {
-    a.term[0].lengths = reinterpret_cast<const int64_t*>(shifted(4));
-  });
+  refuse("int64", limit,
+         [](Arguments& a) { a.term[0].lengths = reinterpret_cast<const int64_t*>(shifted(4)); });
   const Arguments segments = with_terms({TermKind::segments});
   refuse("no ids", segments, [](Arguments& a) { a.term[0].kv_ids = nullptr; });
   refuse("2**61", segments, [](Arguments& a) { a.term[0].q_ids_batch = kLargest; });

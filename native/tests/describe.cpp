@@ -13,17 +13,16 @@ std::string describe(const Arguments& a) {
   const auto number = [](auto value) { return std::to_string(value); };
   const char* const dtypes[] = {"f32", "bf16", "f16"};
   std::string text = std::string(dtypes[static_cast<int>(a.dtype)]) + " B=" + number(a.batch) +
-         " N=" + number(a.q_heads) + " K=" + number(a.kv_heads) + " T=" + number(a.q_len) +
-         " S=" + number(a.kv_len) + " H=" + number(a.head_dim) + " Hv=" + number(a.value_dim) +
-         " scale=" + number(a.scale) + " softcap=" + number(a.softcap) + " strides q=" +
-         number(a.q.row) + " k=" + number(a.k.row) + " v=" + number(a.v.row) +
-         " out=" + number(a.out.row) + " threads=" + number(a.threads);
+                     " N=" + number(a.q_heads) + " K=" + number(a.kv_heads) + " T=" + number(a.q_len) +
+                     " S=" + number(a.kv_len) + " H=" + number(a.head_dim) + " Hv=" + number(a.value_dim) +
+                     " scale=" + number(a.scale) + " softcap=" + number(a.softcap) +
+                     " strides q=" + number(a.q.row) + " k=" + number(a.k.row) + " v=" + number(a.v.row) +
+                     " out=" + number(a.out.row) + " threads=" + number(a.threads);
   if (a.cu_q != nullptr) text += " packed";
   if (a.pages.table != nullptr) text += " pages of " + number(a.pages.page_size);
   if (a.bias.data != nullptr) {
-    text += std::string(" bias ") + dtypes[static_cast<int>(a.bias.dtype)] + " " +
-            number(a.bias.batch) + "/" + number(a.bias.head) + "/" + number(a.bias.row) + "/" +
-            number(a.bias.column);
+    text += std::string(" bias ") + dtypes[static_cast<int>(a.bias.dtype)] + " " + number(a.bias.batch) +
+            "/" + number(a.bias.head) + "/" + number(a.bias.row) + "/" + number(a.bias.column);
   }
   if (a.slopes.data != nullptr) text += " slopes";
   if (a.sinks != nullptr) text += " sinks " + number(a.sink_count);

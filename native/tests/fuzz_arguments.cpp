@@ -87,8 +87,8 @@ class Call {
     a_.softcap = bytes_.chance(60) ? 3.0f : 0.0f;
     packed_ = bytes_.chance(50);
     paged_ = !packed_ && pass_ == Pass::forward && bytes_.chance(60);
-    for (int64_t* size : {&a_.batch, &a_.q_heads, &a_.kv_heads, &a_.q_len, &a_.kv_len, &a_.head_dim,
-                          &a_.value_dim}) {
+    for (int64_t* size :
+         {&a_.batch, &a_.q_heads, &a_.kv_heads, &a_.q_len, &a_.kv_len, &a_.head_dim, &a_.value_dim}) {
       field(*size);
     }
   }
@@ -134,9 +134,8 @@ class Call {
       term.batch = bytes_.chance(128) ? rows * columns * a_.q_heads : 0;
       term.q_ids_batch = packed_ || bytes_.chance(128) ? 0 : a_.q_len;
       term.kv_ids_batch = packed_ || bytes_.chance(128) ? 0 : a_.kv_len;
-      for (int64_t* value : {&term.low, &term.high, &term.block_q, &term.block_k, &term.column,
-                             &term.row, &term.head, &term.batch, &term.q_ids_batch,
-                             &term.kv_ids_batch}) {
+      for (int64_t* value : {&term.low, &term.high, &term.block_q, &term.block_k, &term.column, &term.row,
+                             &term.head, &term.batch, &term.q_ids_batch, &term.kv_ids_batch}) {
         field(*value);
       }
       if (++depth == 2) {
@@ -158,20 +157,18 @@ class Call {
     a_.dbias_row = a_.bias.row;
     a_.slopes.head = bytes_.chance(128);
     a_.sink_count = sinks_ ? 1 + bytes_.below(3) : 0;
-    for (int64_t* value : {&a_.bias.column, &a_.bias.row, &a_.bias.head, &a_.bias.batch,
-                           &a_.slopes.head, &a_.slopes.batch, &a_.sink_count, &a_.dbias_column,
-                           &a_.dbias_row, &a_.dbias_head, &a_.dbias_batch}) {
+    for (int64_t* value :
+         {&a_.bias.column, &a_.bias.row, &a_.bias.head, &a_.bias.batch, &a_.slopes.head, &a_.slopes.batch,
+          &a_.sink_count, &a_.dbias_column, &a_.dbias_row, &a_.dbias_head, &a_.dbias_batch}) {
       field(*value);
     }
   }
 
   int64_t* integers(int64_t count, int64_t range, Extent& extent) {
     if (count < 0 || count > Heap::kLimit) return nullptr;
-    int64_t* values =
-        static_cast<int64_t*>(heap_.make({{count, 1}}, 8, DType::f32, bytes_, false, extent));
+    int64_t* values = static_cast<int64_t*>(heap_.make({{count, 1}}, 8, DType::f32, bytes_, false, extent));
     for (int64_t i = 0; i < count; ++i) {
-      values[i] = bytes_.chance(6) ? hostile(bytes_, range)
-                                   : bytes_.below(std::max<int64_t>(range, 1));
+      values[i] = bytes_.chance(6) ? hostile(bytes_, range) : bytes_.below(std::max<int64_t>(range, 1));
     }
     return values;
   }
@@ -208,15 +205,14 @@ class Call {
     if (size < 1 || a_.kv_len < 0) return true;  // refused before the table is read
     const int64_t columns = a_.kv_len / size + (a_.kv_len % size != 0);
     int64_t* table = static_cast<int64_t*>(
-        heap_.make({{a_.batch, a_.pages.row}, {columns, 1}}, 8, DType::f32, bytes_, false,
-                   a_.pages.extent));
+        heap_.make({{a_.batch, a_.pages.row}, {columns, 1}}, 8, DType::f32, bytes_, false, a_.pages.extent));
     a_.pages.table = table;
     if (table == nullptr) return false;
     for (int64_t b = 0; b < a_.batch; ++b) {
       for (int64_t i = 0; i < columns; ++i) {
-        table[b * a_.pages.row + i] =
-            bytes_.chance(1) ? hostile(bytes_, a_.pages.count)
-                             : bytes_.below(std::clamp<int64_t>(a_.pages.count, 1, 255));
+        table[b * a_.pages.row + i] = bytes_.chance(1)
+                                          ? hostile(bytes_, a_.pages.count)
+                                          : bytes_.below(std::clamp<int64_t>(a_.pages.count, 1, 255));
       }
     }
     return true;
@@ -248,12 +244,12 @@ class Call {
       const bool row = array == &a_.lse || array == &a_.delta;
       const bool key = array == &a_.k || array == &a_.v || array == &a_.dk || array == &a_.dv;
       const bool pages = key && a_.pages.table != nullptr;
-      array->data = heap_.make(
-          {{pages ? a_.pages.count : batch, array->batch},
-           {key ? a_.kv_heads : a_.q_heads, array->head},
-           {pages ? a_.pages.page_size : key ? a_.kv_len : a_.q_len, array->row},
-           {row ? 1 : value ? a_.value_dim : a_.head_dim, 1}},
-          row ? 4 : size_of(a_.dtype), row ? DType::f32 : a_.dtype, bytes_, true, array->extent);
+      const int64_t heads = key ? a_.kv_heads : a_.q_heads, length = key ? a_.kv_len : a_.q_len;
+      const Span batches{pages ? a_.pages.count : batch, array->batch};
+      const Span rows{pages ? a_.pages.page_size : length, array->row};
+      const Span columns{row ? 1 : value ? a_.value_dim : a_.head_dim, 1};
+      array->data = heap_.make({batches, {heads, array->head}, rows, columns}, row ? 4 : size_of(a_.dtype),
+                               row ? DType::f32 : a_.dtype, bytes_, true, array->extent);
       if (array->data == nullptr) return false;
     }
     if (a_.terms < 0 || a_.terms > kMaxTerms) return false;
@@ -263,26 +259,25 @@ class Call {
     const Span batches{a_.batch, a_.bias.batch}, heads{a_.q_heads, a_.bias.head};
     const Span rows{a_.q_len, a_.bias.row}, columns{a_.kv_len, a_.bias.column};
     if (bias_) {
-      a_.bias.data = heap_.make({batches, heads, rows, columns}, size_of(a_.bias.dtype),
-                                a_.bias.dtype, bytes_, true, a_.bias.extent);
+      a_.bias.data = heap_.make({batches, heads, rows, columns}, size_of(a_.bias.dtype), a_.bias.dtype,
+                                bytes_, true, a_.bias.extent);
     }
     if (dbias_) {
       // A stride of 0 means that there is one element, even where the call has a size of 0.
       const auto own = [](int64_t size, int64_t stride) { return Span{stride ? size : 1, stride}; };
-      a_.dbias = static_cast<float*>(
-          heap_.make({own(a_.batch, a_.dbias_batch), own(a_.q_heads, a_.dbias_head),
-                      own(a_.q_len, a_.dbias_row), own(a_.kv_len, a_.dbias_column)},
-                     4, DType::f32, bytes_, false, a_.dbias_extent));
+      a_.dbias =
+          static_cast<float*>(heap_.make({own(a_.batch, a_.dbias_batch), own(a_.q_heads, a_.dbias_head),
+                                          own(a_.q_len, a_.dbias_row), own(a_.kv_len, a_.dbias_column)},
+                                         4, DType::f32, bytes_, false, a_.dbias_extent));
     }
     if (slopes_) {
-      a_.slopes.data = static_cast<float*>(
-          heap_.make({{a_.batch, a_.slopes.batch}, {a_.q_heads, a_.slopes.head}}, 4, DType::f32,
-                     bytes_, true, a_.slopes.extent));
+      a_.slopes.data =
+          static_cast<float*>(heap_.make({{a_.batch, a_.slopes.batch}, {a_.q_heads, a_.slopes.head}}, 4,
+                                         DType::f32, bytes_, true, a_.slopes.extent));
     }
     if (sinks_) {
-      a_.sinks = static_cast<float*>(heap_.make(
-          {{a_.q_heads, a_.sink_count}, {a_.sink_count, 1}}, 4, DType::f32, bytes_, true,
-          a_.sinks_extent));
+      a_.sinks = static_cast<float*>(heap_.make({{a_.q_heads, a_.sink_count}, {a_.sink_count, 1}}, 4,
+                                                DType::f32, bytes_, true, a_.sinks_extent));
     }
     return (!bias_ || a_.bias.data) && (!dbias_ || a_.dbias) && (!slopes_ || a_.slopes.data) &&
            (!sinks_ || a_.sinks);
@@ -290,12 +285,10 @@ class Call {
 
   bool allocate_term(Term& term) {
     if (term.kind == TermKind::segments) {
-      term.q_ids = static_cast<int64_t*>(heap_.make(
-          {{a_.batch, term.q_ids_batch}, {a_.q_len, 1}}, 8, DType::f32, bytes_, false,
-          term.extent));
-      term.kv_ids = static_cast<int64_t*>(heap_.make(
-          {{a_.batch, term.kv_ids_batch}, {a_.kv_len, 1}}, 8, DType::f32, bytes_, false,
-          term.kv_extent));
+      term.q_ids = static_cast<int64_t*>(heap_.make({{a_.batch, term.q_ids_batch}, {a_.q_len, 1}}, 8,
+                                                    DType::f32, bytes_, false, term.extent));
+      term.kv_ids = static_cast<int64_t*>(heap_.make({{a_.batch, term.kv_ids_batch}, {a_.kv_len, 1}}, 8,
+                                                     DType::f32, bytes_, false, term.kv_extent));
       return term.q_ids != nullptr && term.kv_ids != nullptr;
     }
     if (term.kind != TermKind::blocks && term.kind != TermKind::dense) return true;
@@ -306,11 +299,9 @@ class Call {
       columns = columns / term.block_k + (columns % term.block_k != 0);
     }
     // A row of bytes is made whole, then read as 0 or 1.
-    term.bytes = static_cast<uint8_t*>(heap_.make({{a_.batch, term.batch},
-                                                   {a_.q_heads, term.head},
-                                                   {rows, term.row},
-                                                   {columns, term.column}},
-                                                  1, DType::f32, bytes_, false, term.extent));
+    term.bytes = static_cast<uint8_t*>(heap_.make(
+        {{a_.batch, term.batch}, {a_.q_heads, term.head}, {rows, term.row}, {columns, term.column}}, 1,
+        DType::f32, bytes_, false, term.extent));
     if (term.bytes != nullptr && a_.batch > 0 && a_.q_heads > 0 && rows > 0 && columns > 0) {
       for (int64_t i = 0; i < rows * columns; ++i) {
         const_cast<uint8_t*>(term.bytes)[i / columns * term.row + i % columns * term.column] =

@@ -30,14 +30,13 @@ class Bytes {
 inline int64_t hostile(Bytes& bytes, int64_t ordinary) {
   constexpr int64_t smallest = std::numeric_limits<int64_t>::min();
   constexpr int64_t largest = std::numeric_limits<int64_t>::max();
-  const int64_t choices[] = {0,           -1,           1,           smallest,     largest,
-                             largest - 1, int64_t{1} << 31, int64_t{1} << 48, int64_t{1} << 62,
-                             -kUnbounded, kUnbounded + 1};
+  constexpr int64_t one = 1;
+  const int64_t choices[] = {0,         -1,        1,         smallest,    largest,       largest - 1,
+                             one << 31, one << 48, one << 62, -kUnbounded, kUnbounded + 1};
   const int64_t which = bytes.below(16);
   if (which < 11) return choices[which];
   if (which == 11) return static_cast<int64_t>(uint64_t{0} - static_cast<uint64_t>(ordinary));
-  return static_cast<int64_t>(static_cast<uint64_t>(ordinary) +
-                              static_cast<uint64_t>(bytes.below(9) - 4));
+  return static_cast<int64_t>(static_cast<uint64_t>(ordinary) + static_cast<uint64_t>(bytes.below(9) - 4));
 }
 
 struct Span {
@@ -52,8 +51,8 @@ class Heap {
   // Memory for exactly the elements that the spans reach, filled by `bytes`, and told by `extent`;
   // nullptr when that is too much, or a size is negative. The result points at element 0, wherever
   // negative strides put it.
-  void* make(std::initializer_list<Span> spans, int64_t width, DType dtype, Bytes& bytes,
-             bool values, Extent& extent) {
+  void* make(std::initializer_list<Span> spans, int64_t width, DType dtype, Bytes& bytes, bool values,
+             Extent& extent) {
     double low = 0, high = 0;  // exact below kLimit, and far above it where not
     bool empty = false;
     extent = {};
@@ -65,8 +64,7 @@ class Heap {
     }
     if (high - low >= kLimit) return nullptr;
     const int64_t count = empty ? 0 : static_cast<int64_t>(high - low) + 1;
-    blocks_.emplace_back(std::malloc(static_cast<size_t>(std::max<int64_t>(count * width, 1))),
-                         &std::free);
+    blocks_.emplace_back(std::malloc(static_cast<size_t>(std::max<int64_t>(count * width, 1))), &std::free);
     uint8_t* block = static_cast<uint8_t*>(blocks_.back().get());
     for (int64_t i = 0; i < count * width; ++i) block[i] = 0;
     for (int64_t i = 0; values && i < count; ++i) {

@@ -41,8 +41,7 @@ void report(const Case& c, const char* isa, const std::string& what) {
   ++failures;
   std::printf("FAILED %s: %s\n  %s\n", isa, what.c_str(), c.problem.text.c_str());
   std::printf("  repeat: kernels_test --seed %llu --cases 1 --isa %s --pass %s\n",
-              static_cast<unsigned long long>(c.seed), isa,
-              c.pass == Pass::forward ? "forward" : "backward");
+              static_cast<unsigned long long>(c.seed), isa, c.pass == Pass::forward ? "forward" : "backward");
 }
 
 std::string place(const Tensor& tensor, int64_t number) {
@@ -56,8 +55,8 @@ std::string place(const Tensor& tensor, int64_t number) {
   return text;
 }
 
-void compare(const Case& c, const char* isa, const char* name, const Tensor& tensor,
-             const Expected& expected, const char* when) {
+void compare(const Case& c, const char* isa, const char* name, const Tensor& tensor, const Expected& expected,
+             const char* when) {
   int64_t wrong = 0;
   std::string first;
   tensor.each([&](int64_t index, int64_t number) {
@@ -70,8 +69,9 @@ void compare(const Case& c, const char* isa, const char* name, const Tensor& ten
     first = place(tensor, number) + text;
   });
   if (wrong == 0) return;
-  report(c, isa, std::string(name) + first + " (" + std::to_string(wrong) + " of " +
-                     std::to_string(tensor.count()) + " wrong" + when + ")");
+  report(c, isa,
+         std::string(name) + first + " (" + std::to_string(wrong) + " of " + std::to_string(tensor.count()) +
+             " wrong" + when + ")");
 }
 
 using Snapshot = std::vector<std::vector<uint8_t>>;
@@ -94,8 +94,9 @@ Snapshot run(const Case& c, const Kernels& kernels, int threads) {
 void determinism(const Case& c, const Kernels& kernels, const Snapshot& once) {
   for (const int threads : {1, 2, 3}) {
     if (run(c, kernels, threads) == once) continue;
-    report(c, kernels.name, "other bits with " + std::to_string(threads) + " threads (was " +
-                                std::to_string(c.problem.a.threads) + " or the same again)");
+    report(c, kernels.name,
+           "other bits with " + std::to_string(threads) + " threads (was " +
+               std::to_string(c.problem.a.threads) + " or the same again)");
   }
 }
 
@@ -159,8 +160,7 @@ class Poison {
 };
 
 // NaN in one key (or value) that some query sees must not reach the rows that do not see it.
-void spread(const Case& c, const Kernels& kernels, const Snapshot& clean, const Needed& rows,
-            bool values) {
+void spread(const Case& c, const Kernels& kernels, const Snapshot& clean, const Needed& rows, bool values) {
   Problem& p = c.problem;
   const Arguments& a = p.a;
   const Tensor& tensor = values ? p.v : p.k;
@@ -192,9 +192,9 @@ void spread(const Case& c, const Kernels& kernels, const Snapshot& clean, const 
     });
   }
   if (wrong == 0) return;
-  report(c, kernels.name, std::string("NaN in a ") + (values ? "value" : "key") + " reaches " +
-                              std::to_string(wrong) + " elements of rows that do not see it: " +
-                              first);
+  report(c, kernels.name,
+         std::string("NaN in a ") + (values ? "value" : "key") + " reaches " + std::to_string(wrong) +
+             " elements of rows that do not see it: " + first);
 }
 
 void check_forward(const Case& c, const Kernels& kernels, const Forward& expected) {
@@ -249,8 +249,7 @@ Expected shared_bias(const Problem& p, const Expected& whole) {
   return sum;
 }
 
-void compare_gradients(const Case& c, const Kernels& kernels, const Backward& expected,
-                       const char* when) {
+void compare_gradients(const Case& c, const Kernels& kernels, const Backward& expected, const char* when) {
   const Problem& p = c.problem;
   compare(c, kernels.name, "dq", p.dq, expected.dq, when);
   compare(c, kernels.name, "dk", p.dk, expected.dk, when);

@@ -72,8 +72,8 @@ struct Tensor {
     std::vector<uint8_t> bytes = buffer->bytes();
     const size_t width = static_cast<size_t>(size_of(dtype));
     each([&](int64_t index, int64_t) {
-      std::memset(bytes.data() + buffer->front() + static_cast<size_t>(index) * width,
-                  Buffer::kCanary, width);
+      std::memset(bytes.data() + buffer->front() + static_cast<size_t>(index) * width, Buffer::kCanary,
+                  width);
     });
     for (const uint8_t byte : bytes) {
       if (byte != Buffer::kCanary) return false;

@@ -51,8 +51,7 @@ inline double underflow(DType dtype) { return dtype == DType::f16 ? 0x1p-25 : 0x
 
 inline double from_f16(uint16_t h) {
   const int exponent = h >> 10 & 31, fraction = h & 1023;
-  double value =
-      exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(fraction + 1024, exponent - 25);
+  double value = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(fraction + 1024, exponent - 25);
   if (exponent == 31) value = fraction != 0 ? NAN : INFINITY;
   return h >> 15 ? -value : value;
 }
@@ -88,8 +87,7 @@ inline void put(DType dtype, void* base, int64_t index, double value) {
     uint32_t bits = 0;
     std::memcpy(&bits, &single, 4);
     const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
-    static_cast<uint16_t*>(base)[index] =
-        static_cast<uint16_t>(std::isnan(single) ? 0x7fc0 : rounded >> 16);
+    static_cast<uint16_t*>(base)[index] = static_cast<uint16_t>(std::isnan(single) ? 0x7fc0 : rounded >> 16);
   }
 }
 

@@ -31,9 +31,7 @@ double operand(DType dtype) { return dtype == DType::bf16 ? 0x1p-8 : 4 * kU; }
 // Of the exponential in the backward pass.
 double exponential(DType dtype) { return dtype == DType::bf16 ? 0x1p-13 : 0; }
 
-double stored(DType dtype, double value) {
-  return rounding(dtype) * std::fabs(value) + underflow(dtype);
-}
+double stored(DType dtype, double value) { return rounding(dtype) * std::fabs(value) + underflow(dtype); }
 
 bool term_visible(const Term& term, const Sequence& s, int64_t n, int64_t t, int64_t j) {
   switch (term.kind) {
@@ -71,8 +69,7 @@ struct Loaded {
   const double* row(int64_t index) const { return values.data() + index * width; }
 };
 
-Loaded load_keys(const Arguments& a, const Array& array, const Sequence& s, int64_t kv_head,
-                 int64_t width) {
+Loaded load_keys(const Arguments& a, const Array& array, const Sequence& s, int64_t kv_head, int64_t width) {
   Loaded loaded{std::vector<double>(static_cast<size_t>(s.kv_len * width)), width};
   for (int64_t j = 0; j < s.kv_len; ++j) {
     const int64_t offset = key_offset(a, array, s, kv_head, j);
@@ -108,8 +105,7 @@ double added_bias(const Arguments& a, const Sequence& s, int64_t n, int64_t t, i
 }
 
 // Adds one visible key's score to the row.
-void add_score(const Arguments& a, const double* q, const double* k, double bias, size_t j,
-               Row& row) {
+void add_score(const Arguments& a, const double* q, const double* k, double bias, size_t j, Row& row) {
   const double cap = static_cast<double>(a.softcap), scale = static_cast<double>(a.scale);
   double dot = 0, magnitude = 0;
   for (int64_t h = 0; h < a.head_dim; ++h) {
@@ -135,8 +131,8 @@ void add_score(const Arguments& a, const double* q, const double* k, double bias
 Row softmax_row(const Arguments& a, const Sequence& s, int64_t n, int64_t t, const double* q,
                 const Loaded& keys) {
   const size_t count = static_cast<size_t>(s.kv_len);
-  Row row{std::vector<double>(count, -INFINITY), std::vector<double>(count),
-          std::vector<double>(count), std::vector<double>(count), std::vector<char>(count)};
+  Row row{std::vector<double>(count, -INFINITY), std::vector<double>(count), std::vector<double>(count),
+          std::vector<double>(count), std::vector<char>(count)};
   double peak = -INFINITY;
   for (size_t j = 0; j < count; ++j) {
     const int64_t key = static_cast<int64_t>(j);
@@ -175,15 +171,13 @@ std::vector<Sequence> sequences(const Arguments& a) {
     if (a.cu_q == nullptr) {
       all.push_back({b, b, 0, a.q_len, 0, a.kv_len});
     } else {
-      all.push_back({b, 0, a.cu_q[b], a.cu_q[b + 1] - a.cu_q[b], a.cu_kv[b],
-                     a.cu_kv[b + 1] - a.cu_kv[b]});
+      all.push_back({b, 0, a.cu_q[b], a.cu_q[b + 1] - a.cu_q[b], a.cu_kv[b], a.cu_kv[b + 1] - a.cu_kv[b]});
     }
   }
   return all;
 }
 
-int64_t key_offset(const Arguments& a, const Array& array, const Sequence& s, int64_t kv_head,
-                   int64_t j) {
+int64_t key_offset(const Arguments& a, const Array& array, const Sequence& s, int64_t kv_head, int64_t j) {
   if (a.pages.table == nullptr) {
     return s.place * array.batch + kv_head * array.head + (s.k0 + j) * array.row;
   }
@@ -199,8 +193,8 @@ bool visible(const Arguments& a, const Sequence& s, int64_t n, int64_t t, int64_
     const TermKind kind = a.term[i].kind;
     if (kind == TermKind::both || kind == TermKind::either) {
       --depth;
-      stack[depth - 1] = kind == TermKind::both ? stack[depth - 1] && stack[depth]
-                                                : stack[depth - 1] || stack[depth];
+      stack[depth - 1] =
+          kind == TermKind::both ? stack[depth - 1] && stack[depth] : stack[depth - 1] || stack[depth];
     } else {
       stack[depth++] = term_visible(a.term[i], s, n, t, j);
     }
@@ -221,8 +215,7 @@ Forward forward(const Arguments& a) {
         const Row row = softmax_row(a, s, n, t, q.data(), keys);
         const int64_t index = (s.place * a.q_heads + n) * a.q_len + s.q0 + t;
         result.lse.value[static_cast<size_t>(index)] = row.lse;
-        result.lse.tolerance[static_cast<size_t>(index)] =
-            row.error + walk(s.kv_len);
+        result.lse.tolerance[static_cast<size_t>(index)] = row.error + walk(s.kv_len);
         const double error = weight_error(row) + operand(a.dtype) + 16 * kU + walk(s.kv_len);
         for (int64_t h = 0; h < a.value_dim; ++h) {
           double sum = 0, magnitude = 0, largest = 0;
@@ -244,15 +237,13 @@ Forward forward(const Arguments& a) {
   return result;
 }
 
-std::vector<double> delta(const Arguments& a, const Forward& expected,
-                          const std::vector<double>& dlse) {
+std::vector<double> delta(const Arguments& a, const Forward& expected, const std::vector<double>& dlse) {
   std::vector<double> result(dlse.size());
   for (const Sequence& s : sequences(a)) {
     for (int64_t n = 0; n < a.q_heads; ++n) {
       for (int64_t t = 0; t < s.q_len; ++t) {
         const auto dout = load_query(a, a.dout, s, n, t, a.value_dim);
-        const size_t at =
-            static_cast<size_t>((s.place * a.q_heads + n) * a.q_len + s.q0 + t);
+        const size_t at = static_cast<size_t>((s.place * a.q_heads + n) * a.q_len + s.q0 + t);
         const double* out = expected.out.value.data() + static_cast<int64_t>(at) * a.value_dim;
         double sum = -dlse[at];
         for (size_t h = 0; h < dout.size(); ++h) sum += dout[h] * out[h];
@@ -315,9 +306,8 @@ Backward backward(const Arguments& a, const std::vector<double>& delta) {
             magnitude += std::fabs(dout[static_cast<size_t>(h)] * values.row(j)[h]);
           }
           const double ds = weight * (product - sum);
-          const double ds_error =
-              doubt * (std::fabs(product) + std::fabs(sum)) +
-              weight * (walk(a.value_dim) * magnitude + 2 * kU * std::fabs(sum));
+          const double ds_error = doubt * (std::fabs(product) + std::fabs(sum)) +
+                                  weight * (walk(a.value_dim) * magnitude + 2 * kU * std::fabs(sum));
           // The soft cap's derivative 1 - tanh^2 is off by a few u of 1, not of itself.
           const double cap_error = a.softcap > 0 ? 32 * kU * static_cast<double>(a.scale) : 0;
           const double through = ds * row.slope[at];
@@ -330,8 +320,7 @@ Backward backward(const Arguments& a, const std::vector<double>& delta) {
           accumulate(result.dv, key, dout.data(), a.value_dim, weight,
                      doubt + weight * (low + walk(s.q_len * a.q_heads)));
           if (wants_bias) {
-            const size_t place = static_cast<size_t>(
-                ((s.b * a.q_heads + n) * a.q_len + t) * a.kv_len + j);
+            const size_t place = static_cast<size_t>(((s.b * a.q_heads + n) * a.q_len + t) * a.kv_len + j);
             result.dbias.value[place] = ds;
             result.dbias.tolerance[place] =
                 ds_error + walk(a.batch * a.q_heads * a.q_len * a.kv_len) * std::fabs(ds);

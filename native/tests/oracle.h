@@ -17,8 +17,7 @@ struct Sequence {
 std::vector<Sequence> sequences(const Arguments& a);
 
 // Where key j of the sequence lies; -1 on a page that does not exist.
-int64_t key_offset(const Arguments& a, const Array& array, const Sequence& s, int64_t kv_head,
-                   int64_t j);
+int64_t key_offset(const Arguments& a, const Array& array, const Sequence& s, int64_t kv_head, int64_t j);
 
 bool visible(const Arguments& a, const Sequence& s, int64_t n, int64_t t, int64_t j);
 
@@ -43,8 +42,7 @@ struct Backward {
 Forward forward(const Arguments& a);
 
 // Sum over h of dout * out, minus the gradient of lse: one value for each row, unrounded.
-std::vector<double> delta(const Arguments& a, const Forward& expected,
-                          const std::vector<double>& dlse);
+std::vector<double> delta(const Arguments& a, const Forward& expected, const std::vector<double>& dlse);
 
 Backward backward(const Arguments& a, const std::vector<double>& delta);
 

@@ -30,8 +30,8 @@ class Maker {
   void* allocate(int64_t elements, int64_t width) {
     // Half of the arrays start where malloc puts them, the others at any multiple of an element.
     const int64_t front = random_.chance(0.5) ? 0 : random_.between(0, 40) * width;
-    made_->buffers.push_back(std::make_unique<Buffer>(static_cast<size_t>(elements * width),
-                                                      static_cast<size_t>(front)));
+    made_->buffers.push_back(
+        std::make_unique<Buffer>(static_cast<size_t>(elements * width), static_cast<size_t>(front)));
     return made_->buffers.back()->data();
   }
 
@@ -63,9 +63,8 @@ class Maker {
     }
     packed_ = random_.chance(0.2);
     a_.threads = static_cast<int32_t>(random_.between(1, 3));
-    a_.scale = static_cast<float>(random_.chance(0.7)
-                                      ? 1 / std::sqrt(static_cast<double>(a_.head_dim))
-                                      : random_.uniform(-2, 2));
+    a_.scale = static_cast<float>(random_.chance(0.7) ? 1 / std::sqrt(static_cast<double>(a_.head_dim))
+                                                      : random_.uniform(-2, 2));
     if (random_.chance(0.25)) a_.softcap = static_cast<float>(random_.uniform(0.5, 50));
     // Products up to 1e30 where the type holds them.
     huge_ = !backward_ && a_.dtype != DType::f16 && random_.chance(0.04);
@@ -87,8 +86,7 @@ class Maker {
   }
 
   // In memory the arrays are (B, N, T, H), (B, T, N, H) or slices of wider ones.
-  Tensor tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t width,
-                bool shared) {
+  Tensor tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t width, bool shared) {
     Tensor made{{}, dtype, {batch, heads, rows, width}};
     const int64_t gap = random_.chance(0.3) ? random_.between(1, 9) : 0;
     int64_t* const orders[][3] = {{&made.array.row, &made.array.head, &made.array.batch},
@@ -98,9 +96,7 @@ class Maker {
     int64_t extent = width + gap;
     for (int64_t* stride : orders[which]) {
       *stride = extent;
-      const int64_t size = stride == &made.array.row ? rows
-                           : stride == &made.array.head ? heads
-                                                        : batch;
+      const int64_t size = stride == &made.array.row ? rows : stride == &made.array.head ? heads : batch;
       extent *= std::max<int64_t>(size, 1);
     }
     if (packed_ || (shared && random_.chance(0.1))) made.array.batch = 0;
@@ -178,9 +174,7 @@ class Maker {
   const int64_t* lengths(int64_t total) {
     int64_t* values = integers(a_.batch);
     for (int64_t b = 0; b < a_.batch; ++b) {
-      values[b] = random_.chance(0.1)   ? -3
-                  : random_.chance(0.1) ? total + 7
-                                        : random_.between(0, total);
+      values[b] = random_.chance(0.1) ? -3 : random_.chance(0.1) ? total + 7 : random_.between(0, total);
     }
     return values;
   }
@@ -212,8 +206,7 @@ class Maker {
   void bytes(Term& term, int64_t rows, int64_t columns, double share) {
     const bool whole = random_.chance(0.3);  // one value for whole rows or columns
     const int64_t sizes[] = {whole && random_.chance(0.5) ? 1 : columns,
-                             whole && random_.chance(0.5) ? 1 : rows,
-                             random_.chance(0.5) ? 1 : a_.q_heads,
+                             whole && random_.chance(0.5) ? 1 : rows, random_.chance(0.5) ? 1 : a_.q_heads,
                              random_.chance(0.5) ? 1 : a_.batch};
     int64_t* const strides[] = {&term.column, &term.row, &term.head, &term.batch};
     const int64_t count = contiguous(sizes, strides);
@@ -393,8 +386,6 @@ void Problem::reset(Pass pass) {
   for (Tensor* tensor : written(pass)) const_cast<Buffer*>(tensor->buffer)->reset();
 }
 
-std::unique_ptr<Problem> random_problem(uint64_t seed, bool backward) {
-  return Maker(seed, backward).make();
-}
+std::unique_ptr<Problem> random_problem(uint64_t seed, bool backward) { return Maker(seed, backward).make(); }
 
 }  // namespace polyattn::testing

@@ -209,8 +209,8 @@ void ranges(const Kernels& kernels) {
   struct Range {
     double mean, spread;
   };
-  const Range all[] = {{1e6, 1}, {-300, 0.01}, {0, 1e30}, {0, 1e-25}, {0, 1e-38}, {1e-20, 1e-22},
-                       {1e25, 1e20}, {5, 0}, {0.1, 0}, {3e38, 0}};
+  const Range all[] = {{1e6, 1},       {-300, 0.01}, {0, 1e30}, {0, 1e-25}, {0, 1e-38},
+                       {1e-20, 1e-22}, {1e25, 1e20}, {5, 0},    {0.1, 0},   {3e38, 0}};
   for (const Range& range : all) {
     const Stored stored = random_values(Element::f32, 50000, range.mean, range.spread, 0, random);
     double got[kFields];
@@ -271,8 +271,8 @@ void views(const Kernels& kernels) {
       for (int64_t b = 0; b < t.sizes[1]; ++b)
         for (int64_t c = 0; c < t.sizes[2]; ++c)
           for (int64_t d = 0; d < t.sizes[3]; ++d)
-            values.push_back(stored.values[static_cast<size_t>(
-                a * t.strides[0] + b * t.strides[1] + c * t.strides[2] + d * t.strides[3])]);
+            values.push_back(stored.values[static_cast<size_t>(a * t.strides[0] + b * t.strides[1] +
+                                                               c * t.strides[2] + d * t.strides[3])]);
     double got[kFields];
     statistics(kernels, 2, t, got);
     compare(std::string(kernels.name) + " view " + std::to_string(round), got, oracle(values),

@@ -50,10 +50,10 @@ struct Term {
   const int64_t* q_ids = nullptr;                // segments; batch strides below, 0 = shared
   const int64_t* kv_ids = nullptr;
   int64_t q_ids_batch = 0, kv_ids_batch = 0;
-  const uint8_t* bytes = nullptr;                // blocks, dense: 0 or 1
+  const uint8_t* bytes = nullptr;                    // blocks, dense: 0 or 1
   int64_t batch = 0, head = 0, row = 0, column = 0;  // strides of `bytes`; 0 = broadcast
-  int64_t block_q = 0, block_k = 0;              // blocks
-  Extent extent, kv_extent;                      // of `lengths`, `bytes` or `q_ids`; of `kv_ids`
+  int64_t block_q = 0, block_k = 0;                  // blocks
+  Extent extent, kv_extent;                          // of `lengths`, `bytes` or `q_ids`; of `kv_ids`
 };
 
 // An additive bias, strides in elements, 0 = broadcast.
@@ -75,10 +75,10 @@ struct Slopes {
 // The arrays' `batch` stride is then the stride between pages. A page_size of 0: no pages.
 struct Pages {
   const int64_t* table = nullptr;  // may be nullptr where no sequence has a page
-  int64_t row = 0;        // stride of the table between sequences
+  int64_t row = 0;                 // stride of the table between sequences
   int64_t page_size = 0;
-  int64_t count = 0;      // how many pages exist
-  Extent extent;          // of the table
+  int64_t count = 0;  // how many pages exist
+  Extent extent;      // of the table
 };
 
 struct Arguments {

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernel/bias_gradient.h"
-#include "kernel/forward.h"
+#include "kernel/division.h"
 #include "threads.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -106,7 +106,8 @@ class Backward {
           for (int64_t c = 0; c < columns; c += S::kLanes)
             S::store(sum + c, S::add(S::load(sum + c), S::load(sum + i * dq_size_ + c)));
         }
-        write_row<S>(sum, a_.head_dim, a_.scale, kernel_.template row<T>(a_.dq, q, kv_head * group_ + g, q.q_base + t));
+        write_row<S>(sum, a_.head_dim, a_.scale,
+                     kernel_.template row<T>(a_.dq, q, kv_head * group_ + g, q.q_base + t));
       }
     }
   }

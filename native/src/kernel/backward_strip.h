@@ -43,7 +43,7 @@ class BackwardStrip {
 
  public:
   struct Workspace {
-    float *keys_t, *keys, *values_t;      // the chunk: for S, for dQ, for dP
+    float *keys_t, *keys, *values_t;       // the chunk: for S, for dQ, for dP
     float *q, *q_rows, *dout, *dout_rows;  // the strip: for S, for dK, for dP, for dV
     float *scores, *dscores, *slopes;      // P and dS by row, d cap
     float *p_columns, *ds_columns;         // P and dS as units of neighbouring rows
@@ -53,8 +53,9 @@ class BackwardStrip {
 
   explicit BackwardStrip(const Arguments& a)
       : a_(a), scores_(scores_of<U>(a)), k_units_(blocks_of(a.head_dim, U::kValues)),
-        v_units_(blocks_of(a.value_dim, U::kValues)), k_row_(round_up(k_units_, W)), v_row_(round_up(v_units_, W)),
-        k_columns_(round_up(a.head_dim, W)), v_columns_(round_up(a.value_dim, W)) {
+        v_units_(blocks_of(a.value_dim, U::kValues)), k_row_(round_up(k_units_, W)),
+        v_row_(round_up(v_units_, W)), k_columns_(round_up(a.head_dim, W)),
+        v_columns_(round_up(a.value_dim, W)) {
     factor_ = scores_ == Scores::natural ? a.scale : a.scale * kLog2E;
     q_factor_ = U::kValues == 1 ? factor_ : 1.0f;
     adjusting_ = U::kValues == 1 ? 1.0f : factor_;
@@ -111,8 +112,10 @@ class BackwardStrip {
   // Writes the gradients of the chunk's keys and values; false if one is NaN.
   bool close_chunk(const Workspace& w, const Sequence& q, int64_t kv_head, int64_t begin, int64_t end) const {
     for (int64_t j = begin; j < end; ++j) {
-      write_row<S>(w.dk + (j - begin) * k_columns_, a_.head_dim, a_.scale, row<T>(a_.dk, q, kv_head, q.kv_base + j));
-      write_row<S>(w.dv + (j - begin) * v_columns_, a_.value_dim, 1.0f, row<T>(a_.dv, q, kv_head, q.kv_base + j));
+      write_row<S>(w.dk + (j - begin) * k_columns_, a_.head_dim, a_.scale,
+                   row<T>(a_.dk, q, kv_head, q.kv_base + j));
+      write_row<S>(w.dv + (j - begin) * v_columns_, a_.value_dim, 1.0f,
+                   row<T>(a_.dv, q, kv_head, q.kv_base + j));
     }
     return !holds_nan(w.dk, (end - begin) * k_columns_) && !holds_nan(w.dv, (end - begin) * v_columns_);
   }
@@ -124,7 +127,8 @@ class BackwardStrip {
   }
 
   // `dq`: the strip's rows of k_columns() sums.
-  void strip(Workspace& w, const Sequence& q, const Strip& s, const Visit& visit, float* dq, bool careful) const {
+  void strip(Workspace& w, const Sequence& q, const Strip& s, const Visit& visit, float* dq,
+             bool careful) const {
     pack_strip(w, q, s);
     const int64_t rows = round_up(s.count, U::kValues);
     differentiate(w, q, s, visit);
@@ -137,10 +141,10 @@ class BackwardStrip {
       }
       const Piece p{columns_of(w.scores, w.p_columns) + at, w.dout_rows, rows / U::kValues};
       multiply<S, U, Into::add>(&p, 1, {1, kScoreRow, v_columns_, v_columns_}, tile.keys, v_columns_,
-                           w.dv + at * v_columns_);
+                                w.dv + at * v_columns_);
       const Piece ds{columns_of(w.dscores, w.ds_columns) + at, w.q_rows, rows / U::kValues};
       multiply<S, U, Into::add>(&ds, 1, {1, kScoreRow, k_columns_, k_columns_}, tile.keys, k_columns_,
-                           w.dk + at * k_columns_);
+                                w.dk + at * k_columns_);
     }
     queries(w, s, visit, dq, careful);
   }
@@ -167,7 +171,9 @@ class BackwardStrip {
   }
 
  private:
-  const float* columns_of(const float* plain, const float* pairs) const { return U::kValues == 1 ? plain : pairs; }
+  const float* columns_of(const float* plain, const float* pairs) const {
+    return U::kValues == 1 ? plain : pairs;
+  }
 
   void pack_strip(Workspace& w, const Sequence& q, const Strip& s) const {
     auto query = [&](int64_t r) { return row<const T>(a_.q, q, s.head[0], q.q_base + s.t[0] + r); };
@@ -193,8 +199,10 @@ class BackwardStrip {
   void products(Workspace& w, const Sequence& q, const Strip& s, const Tile& tile) const {
     const int64_t at = int64_t{tile.slot} * kTile;
     const Piece score{w.q, w.keys_t + at, k_units_}, product{w.dout, w.values_t + at, v_units_};
-    multiply<S, U, Into::set>(&score, 1, {k_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns, w.scores + at);
-    multiply<S, U, Into::set>(&product, 1, {v_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns, w.dscores + at);
+    multiply<S, U, Into::set>(&score, 1, {k_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns,
+                              w.scores + at);
+    multiply<S, U, Into::set>(&product, 1, {v_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns,
+                              w.dscores + at);
     if (scores_ == Scores::natural) {
       adjust<S>(a_, q, s, tile.j0, tile.keys, adjusting_, w.scores + at, kScoreRow,
                 a_.softcap > 0 ? w.slopes + at : nullptr);
@@ -234,7 +242,8 @@ class BackwardStrip {
   void pair_of_rows(Workspace& w, const Sequence& q, const Strip& s, int r, int64_t at, int columns,
                     const uint64_t* bits) const {
     const bool two = r + 1 < s.count;
-    const RowFacts first = facts(q, s, r, bits), second = two ? facts(q, s, r + 1, bits) : RowFacts{0, 0, 0, false};
+    const RowFacts first = facts(q, s, r, bits),
+                   second = two ? facts(q, s, r + 1, bits) : RowFacts{0, 0, 0, false};
     Vec p[2][2], ds[2][2];
     for (int i = 0; i < columns; i += 2 * W) {
       const int vectors = columns - i >= 2 * W ? 2 : 1;
@@ -288,7 +297,8 @@ class BackwardStrip {
     if (!careful) {
       Piece pieces[kChunk];
       for (int n = 0; n < visit.tiles; ++n) pieces[n] = query_piece(w, visit.tile[n], 0);
-      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, k_columns_, k_columns_}, s.count, k_columns_, dq);
+      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, k_columns_, k_columns_}, s.count,
+                                k_columns_, dq);
       return;
     }
     for (int r = 0; r < s.count; ++r) {
@@ -301,7 +311,7 @@ class BackwardStrip {
         pieces[n].b = own;
       }
       multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, k_columns_, k_columns_}, 1, k_columns_,
-                           dq + r * k_columns_);
+                                dq + r * k_columns_);
     }
   }
 
@@ -318,10 +328,12 @@ class BackwardStrip {
       for (int r = 0; r < s.count; ++r) seen |= (words[r] >> j & 1) << r;
       clean<U>(w.dout_rows, units, v_columns_, seen, w.cleaned);
       const Piece p{columns_of(w.scores, w.p_columns) + at + j, w.cleaned, units};
-      multiply<S, U, Into::add>(&p, 1, {1, kScoreRow, v_columns_, v_columns_}, 1, v_columns_, w.dv + (at + j) * v_columns_);
+      multiply<S, U, Into::add>(&p, 1, {1, kScoreRow, v_columns_, v_columns_}, 1, v_columns_,
+                                w.dv + (at + j) * v_columns_);
       clean<U>(w.q_rows, units, k_columns_, seen, w.cleaned);
       const Piece ds{columns_of(w.dscores, w.ds_columns) + at + j, w.cleaned, units};
-      multiply<S, U, Into::add>(&ds, 1, {1, kScoreRow, k_columns_, k_columns_}, 1, k_columns_, w.dk + (at + j) * k_columns_);
+      multiply<S, U, Into::add>(&ds, 1, {1, kScoreRow, k_columns_, k_columns_}, 1, k_columns_,
+                                w.dk + (at + j) * k_columns_);
     }
   }
 

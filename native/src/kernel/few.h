@@ -11,13 +11,14 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-constexpr int kFewRows = 8;   // up to here packing costs more than it saves
+constexpr int kFewRows = 8;  // up to here packing costs more than it saves
 constexpr int64_t kAheadRows = 64;
 constexpr int kFewHint = 1;
 
 // Calls `each(rows, r)` for an item's rows from `r` on, so many at a time: a type whose value is 4, 2
-// or 1. Of the last four there may be fewer: the others are computed from whatever their place holds, and
-// what comes out is not read.
+// or 1. Of the last four there may be fewer. The places of the others hold what an earlier item or call
+// left there, NaN as well: only rows that exist are packed, and scratch memory is never cleared. They are
+// computed like the rest, into places of their own, and nothing reads what comes out.
 template <class Each>
 POLYATTN_INLINE void by_few(int rows, Each each) {
   if (rows == 1) return each(std::integral_constant<int, 1>(), 0);
@@ -52,7 +53,8 @@ inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, 
       for (int r = 0; r < R; ++r) {
         const typename S::Vec x = S::load(q + r * q_row + u);
 #pragma GCC unroll 16
-        for (int i = 0; i < kKeys; ++i) sums[r * kKeys + i] = U::template dot<S>(sums[r * kKeys + i], x, k[i]);
+        for (int i = 0; i < kKeys; ++i)
+          sums[r * kKeys + i] = U::template dot<S>(sums[r * kKeys + i], x, k[i]);
       }
     }
     if (u < units) {
@@ -71,8 +73,8 @@ inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, 
   }
 }
 
-// A vector of units from the value rows of one unit's keys, `n` columns of it; a second row that is
-// absent (nullptr) counts as 0.
+// A vector of units from the value rows of one unit's keys, `n` columns of it. An odd last key has no
+// second row (nullptr): 0 stands for it, which only its probability of 0 meets.
 template <class S, class U, class T>
 POLYATTN_INLINE typename S::Vec value_units(const T* first, const T* second, int n) {
   if constexpr (U::kValues == 1) {
@@ -84,8 +86,9 @@ POLYATTN_INLINE typename S::Vec value_units(const T* first, const T* second, int
 
 // sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for R rows, C vectors from `column` on.
 template <class S, class U, class T, int R, int C, class Row>
-POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, Row value_of, int64_t keys, int64_t column,
-                                       int64_t dim, int64_t ahead, float* out, int64_t columns) {
+POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, Row value_of, int64_t keys,
+                                       int64_t column, int64_t dim, int64_t ahead, float* out,
+                                       int64_t columns) {
   constexpr int W = S::kLanes;
   typename S::Vec sums[R][C];
 #pragma GCC unroll 4

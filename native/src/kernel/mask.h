@@ -35,7 +35,9 @@ struct Span {
 };
 
 POLYATTN_INLINE int64_t clamped(int64_t x, int64_t high) { return x < 0 ? 0 : x > high ? high : x; }
-POLYATTN_INLINE uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
+POLYATTN_INLINE uint64_t low_bits(int64_t n) {
+  return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+}
 
 POLYATTN_INLINE int64_t band_shift(const Term& term, const Sequence& q) {
   return term.bottom_right ? q.kv_len - q.q_len : 0;
@@ -137,7 +139,9 @@ inline Span span(const Arguments& a, const Sequence& q, int64_t t_low, int64_t t
       }
       case TermKind::either: {
         const Span y = stack[--depth], x = stack[depth - 1];
-        stack[depth - 1] = x.empty() ? y : y.empty() ? x : Span{smaller(x.low, y.low), larger(x.high, y.high)};
+        stack[depth - 1] = x.empty()   ? y
+                           : y.empty() ? x
+                                       : Span{smaller(x.low, y.low), larger(x.high, y.high)};
         break;
       }
       case TermKind::band: {
@@ -160,7 +164,8 @@ inline Span span(const Arguments& a, const Sequence& q, int64_t t_low, int64_t t
 }
 
 template <class S>
-inline void words_of_term(const Term& term, const Sequence& q, const Strip& s, int64_t j0, int n, uint64_t* out) {
+inline void words_of_term(const Term& term, const Sequence& q, const Strip& s, int64_t j0, int n,
+                          uint64_t* out) {
   const uint64_t all = low_bits(n);
   switch (term.kind) {
     case TermKind::band: {

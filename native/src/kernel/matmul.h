@@ -58,8 +58,8 @@ POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t ro
       sums.v[r][i] = kInto == Into::add ? S::load(c + r * s.c_row + i * S::kLanes) : S::zero();
   }
   for (int p = 0; p < count; ++p) {
-    accumulate<S, U, R, C>(sums, pieces[p].a + row * s.a_row, s.a_row, s.a_step, pieces[p].b + column, s.b_row,
-                           pieces[p].count);
+    accumulate<S, U, R, C>(sums, pieces[p].a + row * s.a_row, s.a_row, s.a_step, pieces[p].b + column,
+                           s.b_row, pieces[p].count);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {

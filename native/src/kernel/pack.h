@@ -28,7 +28,8 @@ POLYATTN_INLINE typename S::Vec load_units(const T* p, int64_t valid) {
 
 // W rows, all there, as W columns from `out` on: unit u of them goes to out[u * out_row ..].
 template <class S, class U, class T>
-POLYATTN_INLINE void transpose_rows(const T* const (&source)[S::kLanes], int64_t dim, float* out, int64_t out_row) {
+POLYATTN_INLINE void transpose_rows(const T* const (&source)[S::kLanes], int64_t dim, float* out,
+                                    int64_t out_row) {
   constexpr int W = S::kLanes;
   const int64_t units = blocks_of(dim, U::kValues);
   int64_t u = 0;
@@ -51,8 +52,8 @@ POLYATTN_INLINE void transpose_rows(const T* const (&source)[S::kLanes], int64_t
 // `rows` of x exist, `columns` (a multiple of the lanes) are written; those beyond repeat the last.
 // `ahead`: elements from a row to the one that is worth fetching now, 0 for none.
 template <class S, class U, class T, class Row>
-inline void pack_transposed(Row row_of, int64_t rows, int64_t columns, int64_t dim, float* out, int64_t out_row,
-                            int64_t ahead) {
+inline void pack_transposed(Row row_of, int64_t rows, int64_t columns, int64_t dim, float* out,
+                            int64_t out_row, int64_t ahead) {
   constexpr int W = S::kLanes;
   for (int64_t j = 0; j < columns; j += W) {
     const T* source[W];
@@ -89,7 +90,8 @@ inline void pack_rows(Row row_of, int64_t rows, int64_t padded, int64_t dim, flo
       const int64_t valid = dim - h;
       if constexpr (U::kValues == 1) {
         typename S::Vec x = S::zero();
-        if (first) x = valid >= W ? S::load(first + h) : S::load_some(first + h, int(larger<int64_t>(valid, 0)));
+        if (first)
+          x = valid >= W ? S::load(first + h) : S::load_some(first + h, int(larger<int64_t>(valid, 0)));
         S::store(to + h, x);
       } else {
         S::store(to + h, S::interleave(first ? first + h : nullptr, second ? second + h : nullptr,

@@ -78,8 +78,8 @@ inline void adjust(const Arguments& a, const Sequence& q, const Strip& s, int64_
         if (slope) S::store(slope + r * row + i, S::sub(S::fill(1.0f), S::mul(bounded, bounded)));
       }
       if (a.bias.data) {
-        const int64_t index = q.b * a.bias.batch + s.head[r] * a.bias.head + s.t[r] * a.bias.row +
-                              (j0 + i) * a.bias.column;
+        const int64_t index =
+            q.b * a.bias.batch + s.head[r] * a.bias.head + s.t[r] * a.bias.row + (j0 + i) * a.bias.column;
         x = S::add(x, load_bias<S>(a.bias, index, n - i));
       }
       if (a.slopes.data) {

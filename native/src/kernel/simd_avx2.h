@@ -21,7 +21,9 @@ struct Simd {
     const __m128i x = _mm_loadu_si128((const __m128i*)p);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
   }
-  static POLYATTN_INLINE Vec load(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  static POLYATTN_INLINE Vec load(const F16* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+  }
   static POLYATTN_INLINE Vec load(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
   }

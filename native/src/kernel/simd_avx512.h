@@ -29,9 +29,7 @@ struct Simd {
   static POLYATTN_INLINE Vec load(const int16_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p)));
   }
-  static POLYATTN_INLINE Vec load_some(const float* p, int n) {
-    return _mm512_maskz_loadu_ps(first(n), p);
-  }
+  static POLYATTN_INLINE Vec load_some(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static POLYATTN_INLINE Vec load_some(const BF16* p, int n) {
     return widen(_mm256_maskz_loadu_epi16(first(n), p));
   }
@@ -41,9 +39,7 @@ struct Simd {
   static POLYATTN_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
   static POLYATTN_INLINE void store(BF16* p, Vec x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
   static POLYATTN_INLINE void store(F16* p, Vec x) { _mm256_storeu_si256((__m256i*)p, half(x)); }
-  static POLYATTN_INLINE void store_some(float* p, Vec x, int n) {
-    _mm512_mask_storeu_ps(p, first(n), x);
-  }
+  static POLYATTN_INLINE void store_some(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static POLYATTN_INLINE void store_some(BF16* p, Vec x, int n) {
     _mm256_mask_storeu_epi16(p, first(n), narrow(x));
   }

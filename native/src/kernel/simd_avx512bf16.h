@@ -19,13 +19,16 @@ struct PairSimd : Simd {
   }
   // Both for 32 whole columns.
   static POLYATTN_INLINE void interleave_two(const BF16* a, const BF16* b, Vec& low, Vec& high) {
-    alignas(64) static constexpr uint16_t kLow[] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    // clang-format off: pairs, eight in a line
+    alignas(64) static constexpr uint16_t kLow[] = {
+         0, 32,  1, 33,  2, 34,  3, 35,  4, 36,  5, 37,  6, 38,  7, 39,
+         8, 40,  9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    // clang-format on
     const __m512i index = _mm512_load_si512(kLow);
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
     low = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, index, y));
-    high = _mm512_castsi512_ps(
-        _mm512_permutex2var_epi16(x, _mm512_add_epi16(index, _mm512_set1_epi16(16)), y));
+    high =
+        _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_add_epi16(index, _mm512_set1_epi16(16)), y));
   }
   // 32 floats to 16 units of neighbours.
   static POLYATTN_INLINE Vec pairs(Vec low, Vec high) {
@@ -33,8 +36,11 @@ struct PairSimd : Simd {
   }
   // 16 units (a[i], b[i]).
   static POLYATTN_INLINE Vec zip(Vec a, Vec b) {
-    alignas(64) static constexpr uint16_t kOrder[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    // clang-format off: pairs, eight in a line
+    alignas(64) static constexpr uint16_t kOrder[] = {
+         0, 16,  1, 17,  2, 18,  3, 19,  4, 20,  5, 21,  6, 22,  7, 23,
+         8, 24,  9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    // clang-format on
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
   }

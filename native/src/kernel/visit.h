@@ -26,8 +26,8 @@ struct Visit {
 
 // Keys begin to end - 1. `bits`: kRows words for each visited tile; set where it is mixed.
 template <class S>
-inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t begin, int64_t end, uint64_t* bits,
-                 Visit* visit) {
+inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t begin, int64_t end,
+                 uint64_t* bits, Visit* visit) {
   for (int64_t j = begin; j < end; j += kTile) {
     Tile tile;
     tile.j0 = j;
@@ -67,7 +67,8 @@ inline void clean(const float* packed, int64_t units, int64_t columns, uint64_t 
       const uint32_t part = U::kValues == 1 ? 0xffffffffu : 0xffffu << 16 * i;
       if (bits >> (u * U::kValues + i) & 1) keep |= part;
     }
-    for (int64_t c = 0; c < columns; ++c) to[u * columns + c] = float_of(bits_of(packed[u * columns + c]) & keep);
+    for (int64_t c = 0; c < columns; ++c)
+      to[u * columns + c] = float_of(bits_of(packed[u * columns + c]) & keep);
   }
 }
 

@@ -46,8 +46,7 @@ Earlier::Earlier() : memory_(static_cast<Memory*>(std::calloc(1, sizeof(Memory))
 
 int64_t Earlier::find(int64_t seq, std::string_view shape, std::string_view dtype, const double* row) {
   Memory& m = *memory_;
-  const uint64_t kind =
-      hash_of(hash_of(0, shape.data(), shape.size()), dtype.data(), dtype.size());
+  const uint64_t kind = hash_of(hash_of(0, shape.data(), shape.size()), dtype.data(), dtype.size());
   constexpr size_t kBytes = kFields * sizeof(double);
   const uint64_t hash = hash_of(kind, row, kBytes);
   for (int32_t i = m.tensors.begin(hash); i >= 0; i = m.tensors.next(i)) {

@@ -21,7 +21,8 @@ void append_number(std::string& out, double x) {
 #else
   const int length = std::snprintf(text, sizeof text, "%.9g", x);
   for (int i = 0; i < length; ++i) {  // the point of another locale
-    const bool known = (text[i] >= '0' && text[i] <= '9') || text[i] == 'e' || text[i] == '-' || text[i] == '+';
+    const bool known =
+        (text[i] >= '0' && text[i] <= '9') || text[i] == 'e' || text[i] == '-' || text[i] == '+';
     out.push_back(known ? text[i] : '.');
   }
 #endif
@@ -34,8 +35,7 @@ void append_integer(std::string& out, int64_t x) {
 }
 
 void append_sketch(std::string& out, const double* buckets) {
-  static constexpr char kDigits[] =
-      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  static constexpr char kDigits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
   uint8_t bytes[4 * kBuckets + 2] = {};
   for (int i = 0; i < kBuckets; ++i) {
     const float x = static_cast<float>(buckets[i]);

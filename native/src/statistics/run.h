@@ -18,7 +18,7 @@ constexpr int kChunkRows = 128;  // of 64 elements
 constexpr int kFlush = 16;       // rows; it divides kChunkRows
 constexpr int kAhead = 32;       // rows fetched ahead: what another core wrote is not in this one's caches
 constexpr double kSmallSquare = 1e-30;
-constexpr double kNear = 0.25;   // mean^2 / variance up to which the mean is near 0
+constexpr double kNear = 0.25;  // mean^2 / variance up to which the mean is near 0
 
 // Vectors of float64. Their size is written out, for GCC takes none that depends on a template's
 // argument.

@@ -12,7 +12,15 @@ namespace polyattn {
 struct Kernels;
 
 enum class Element : int32_t {
-  f32 = 0, bf16 = 1, f16 = 2, f64 = 3, i8 = 4, u8 = 5, i16 = 6, i32 = 7, i64 = 8
+  f32 = 0,
+  bf16 = 1,
+  f16 = 2,
+  f64 = 3,
+  i8 = 4,
+  u8 = 5,
+  i16 = 6,
+  i32 = 7,
+  i64 = 8
 };
 constexpr int kElements = 9;
 
@@ -32,7 +40,7 @@ struct Tensor {
 // The places in the output: float64, NaN where there is no value. What passes the range of float64
 // is its largest number.
 enum Field : int {
-  kCount = 0,   // all elements
+  kCount = 0,  // all elements
   kNan = 1,
   kPlusInf = 2,
   kMinusInf = 3,
@@ -41,7 +49,7 @@ enum Field : int {
   kMax = 6,
   kSum = 7,
   kMean = 8,
-  kStd = 9,      // of the population
+  kStd = 9,  // of the population
   kAbsMean = 10,
   kL1 = 11,
   kL2 = 12,

@@ -1,0 +1,108 @@
+// How a call of the forward pass is divided into items, which rows an item has, and how many threads pay.
+//
+// An item is up to `rows` query rows that share keys and values, as strips of kRows. How rows and keys are
+// divided depends on the problem alone, never on the number of threads, so that the result does not either.
+#pragma once
+
+#include "kernel/few.h"
+#include "kernel/mask.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+constexpr int kMostStrips = 16;
+
+// How a call is divided, and the sizes of packed operands in units.
+struct Division {
+  int64_t group;       // query heads that share a key/value head
+  bool heads_as_rows;  // rows of an item run over the group's heads, then over t
+  int64_t rows, items_per_head, heads, items;
+  int64_t splits;  // parts of the keys, merged at the end
+  int64_t q_units, v_columns;
+};
+
+// Of packed sequences the longest: a division by their total would be mostly empty items.
+inline int64_t longest(const int64_t* cu, int64_t batch, int64_t length) {
+  if (!cu) return length;
+  int64_t most = 0;
+  for (int64_t b = 0; b < batch; ++b) most = larger(most, cu[b + 1] - cu[b]);
+  return most;
+}
+
+template <class S, class U>
+inline Division divide(const Arguments& a) {
+  Division d;
+  const int64_t q_len = longest(a.cu_q, a.batch, a.q_len), kv_len = longest(a.cu_kv, a.batch, a.kv_len);
+  d.group = a.q_heads / a.kv_heads;
+  d.heads_as_rows = d.group > 1 && q_len < kRows && !a.cu_q;
+  d.heads = a.batch * (d.heads_as_rows ? a.kv_heads : a.q_heads);
+  const int64_t rows = d.heads_as_rows ? q_len * d.group : q_len;
+  d.rows = kRows * (larger(a.head_dim, a.value_dim) > 128 ? 2 : 8);
+  bool sparse = false;
+  for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
+  if (sparse) d.rows = kRows * kMostStrips;  // few strips meet a tile, so more share its packing
+  while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
+  d.rows = smaller(d.rows, round_up(rows, 16));
+  d.items_per_head = blocks_of(rows, d.rows);
+  d.items = d.heads * d.items_per_head;
+  // parts of 1,024 keys at most of long sequences, of 512 at least
+  const int64_t most = larger<int64_t>(kv_len / 512, 1), long_parts = kv_len / 1024;
+  d.splits =
+      d.items >= 32 ? 1 : smaller(larger(blocks_of(64, d.items), smaller<int64_t>(long_parts, 64)), most);
+  d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
+  d.v_columns = round_up(a.value_dim, S::kLanes);
+  return d;
+}
+
+// The rows of an item.
+struct Item {
+  Sequence q;
+  int64_t kv_head, first, rows;  // first: row number within the head (or group)
+  int64_t head;                  // unless heads are rows
+  int strips;
+};
+
+inline void fill_strip(const Division& d, const Item& item, int index, Strip& s) {
+  s.count = int(smaller<int64_t>(kRows, item.rows - int64_t{index} * kRows));
+  s.one_head = !d.heads_as_rows;
+  s.t_low = item.q.q_len;
+  s.t_high = 0;
+  for (int r = 0; r < s.count; ++r) {
+    const int64_t row = item.first + int64_t{index} * kRows + r;
+    s.t[r] = d.heads_as_rows ? row % item.q.q_len : row;
+    s.head[r] = d.heads_as_rows ? item.kv_head * d.group + row / item.q.q_len : item.head;
+    s.t_low = smaller(s.t_low, s.t[r]);
+    s.t_high = larger(s.t_high, s.t[r]);
+  }
+}
+
+// Fills in an item and the strips of its rows; false if it has none.
+inline bool open_item(const Arguments& a, const Division& d, int64_t number, Strip* strips, Item* item) {
+  const int64_t outer = number / d.items_per_head;
+  // the last rows first: under causal masks they see most keys, and short items end the call
+  const int64_t inner = d.items_per_head - 1 - number % d.items_per_head;
+  const int64_t per_batch = d.heads_as_rows ? a.kv_heads : a.q_heads;
+  item->q = sequence_of(a, outer / per_batch);
+  item->head = d.heads_as_rows ? 0 : outer % per_batch;
+  item->kv_head = d.heads_as_rows ? outer % per_batch : item->head / d.group;
+  const int64_t all = d.heads_as_rows ? item->q.q_len * d.group : item->q.q_len;
+  item->first = inner * d.rows;
+  item->rows = smaller(d.rows, all - item->first);
+  if (item->rows <= 0) return false;
+  item->strips = int(blocks_of(item->rows, kRows));
+  for (int i = 0; i < item->strips; ++i) fill_strip(d, *item, i, strips[i]);
+  return true;
+}
+
+// One thread for what takes some twenty microseconds; waking others takes a few. Else all that may
+// be used, also if there are fewer tasks: libgomp ends its workers when fewer are asked for.
+// Few rows are bound by reading keys and values, and a second thread pays from 40,000 numbers on; short
+// ones are bound by packing these.
+inline int worthwhile(const Arguments& a, int64_t tasks) {
+  const double read =
+      double(a.batch) * double(a.kv_heads) * double(a.kv_len) * double(a.head_dim + a.value_dim);
+  const int64_t rows = a.q_heads / a.kv_heads * a.q_len;
+  const double work = rows <= kFewRows ? read * 24 : read * double(rows) * (a.q_len <= 32 ? 4 : 1);
+  return work < (1 << 20) || tasks == 1 ? 1 : a.threads;
+}
+
+}  // namespace polyattn::POLYATTN_NAMESPACE
