@@ -169,7 +169,7 @@ class Door {
   }
 
   // Takes one of (check, run, operator, ...) if its check holds.
-  Outcome choose(PyObject* entry, Arguments a, Found& found) {
+  static Outcome choose(PyObject* entry, Arguments a, Found& found) {
     const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
     if (same != kYes) return same;
     found.is_operator = PyTuple_GET_ITEM(entry, 2) != Py_None;
@@ -254,7 +254,7 @@ class Door {
     return mixed % kRecent;
   }
 
-  Outcome find_by_shapes(PyObject* by_shapes, Arguments a, Found& found) {
+  static Outcome find_by_shapes(PyObject* by_shapes, Arguments a, Found& found) {
     if (!PyDict_Check(by_shapes)) return kNo;
     const nb::object shapes = nb::steal(PyTuple_New(3));
     if (!shapes.is_valid()) return kError;
@@ -276,7 +276,7 @@ class Door {
     return kNo;
   }
 
-  Outcome find_by_class(PyObject* by_class, Arguments a, Shapes& shapes, Found& found) {
+  static Outcome find_by_class(PyObject* by_class, Arguments a, Shapes& shapes, Found& found) {
     if (!PyDict_Check(by_class) || PyDict_GET_SIZE(by_class) == 0) return kNo;
     const nb::object key = shapes.class_key();
     if (!key.is_valid()) return kError;

@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <utility>
+
 #include "door_surroundings.h"
 
 namespace polyattn {
@@ -67,7 +69,7 @@ class Shapes {
       PyErr_SetString(PyExc_TypeError, "got a shape that is no tuple");
       return false;
     }
-    shape_[i] = shape;
+    shape_[i] = std::move(shape);
     return true;
   }
 

@@ -59,11 +59,11 @@ class Keys {
   nb::object added_key(PyObject* array, Shapes& shapes, PyObject* holder = nullptr) {
     if (array == Py_None) return none();
     if (!shapes.read()) return nb::object();
-    const nb::object shape = pattern(array, shapes);
+    nb::object shape = pattern(array, shapes);
     if (!shape.is_valid()) return shape;
-    const nb::object dtype = nb::steal(PyObject_GetAttr(array, names().dtype));
+    nb::object dtype = nb::steal(PyObject_GetAttr(array, names().dtype));
     if (!dtype.is_valid()) return dtype;
-    const nb::object device = nb::steal(PyObject_GetAttr(array, names().device));
+    nb::object device = nb::steal(PyObject_GetAttr(array, names().device));
     if (!device.is_valid()) return device;
     Outcome trains = truth(PyObject_GetAttr(array, names().requires_grad));
     if (trains == kYes) trains = here_.asked(kGradMode);
@@ -131,7 +131,7 @@ class Keys {
 
   // A tuple that equals the polyattn.torch.cache.Key of the call, and has its hash.
   static nb::object built(PyObject* const* fields, const Around& around) {
-    const nb::object key = nb::steal(PyTuple_New(kFieldCount));
+    nb::object key = nb::steal(PyTuple_New(kFieldCount));
     if (!key.is_valid()) return key;
     for (int i = 0; i < kFieldCount; ++i) PyTuple_SET_ITEM(key.ptr(), i, Py_NewRef(fields[i]));
     if (around.is_nothing()) return key;

@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <utility>
+
 namespace polyattn {
 
 namespace nb = nanobind;
@@ -174,14 +176,14 @@ class Surroundings {
     const Outcome scoped = value == nullptr ? kNo : outcome(PyObject_IsTrue(value));
     if (scoped == kError) return kError;
     if (scoped == kNo) scope = none();
-    const nb::object traced = nb::steal(PyObject_GetAttr(part_[kLocal], names().traced));
+    nb::object traced = nb::steal(PyObject_GetAttr(part_[kLocal], names().traced));
     if (!traced.is_valid()) return kError;
-    const nb::object module = nb::steal(PyObject_GetAttr(part_[kLocal], names().module));
+    nb::object module = nb::steal(PyObject_GetAttr(part_[kLocal], names().module));
     if (!module.is_valid()) return kError;
     if (scope.is_none() && traced.is_none() && module.is_none()) return kYes;
-    around.scope = scope;
-    around.traced = traced;
-    around.module = module;
+    around.scope = std::move(scope);
+    around.traced = std::move(traced);
+    around.module = std::move(module);
     return kYes;
   }
 

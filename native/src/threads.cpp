@@ -184,7 +184,7 @@ std::atomic<bool> openmp_found{false};
 
 // Whether this process was forked, and not started anew since (a flag of the kernel's, PF_FORKNOEXEC):
 // a fork before this file was loaded is seen by nothing else.
-bool started_by_fork() {
+bool started_by_fork() noexcept {
 #if defined(__linux__)
   constexpr unsigned long kForkedWithoutExec = 0x40;
   char text[512];

@@ -220,7 +220,7 @@ const TraceLines::DType& TraceLines::dtype(PyObject* object) {
   const auto known = dtypes_.find(object);
   if (known != dtypes_.end()) return known->second;
   std::string name = nb::cast<std::string>(nb::str(nb::handle(object)));
-  if (name.rfind("torch.", 0) == 0) name.erase(0, 6);
+  if (name.starts_with("torch.")) name.erase(0, 6);
   const int wide = PySequence_Contains(wide_.ptr(), object);
   if (wide < 0) throw nb::python_error();
   return dtypes_[object] = DType{std::move(name), wide != 0};

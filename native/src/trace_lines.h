@@ -45,11 +45,11 @@ class TraceLines {
   void line(std::string& out, const TracePlace& place, int64_t seq, int64_t same);
 
   // Appends the line of a tensor; false, and nothing is changed, if Python has to write it.
-  bool line(std::string& out, const TracePlace& place, int64_t seq, PyObject* shape, PyObject* dtype,
+  bool line(std::string& out, const TracePlace& place, int64_t seq, PyObject* shape, PyObject* of,
             const double* row);
 
   // Whether line() can write such a row.
-  bool usual(PyObject* dtype, const double* row);
+  bool usual(PyObject* of, const double* row);
 
  private:
   struct DType {

@@ -78,7 +78,7 @@ class TraceRecord {
 
   // Writes the lines of the tensors, or adds their events to the lane, up to the first that is left
   // to Python, and returns how many these are.
-  Py_ssize_t record(nb::handle lane, nb::list found, nb::handle head, nb::handle call, nb::handle step,
+  Py_ssize_t record(nb::handle lane, const nb::list& found, nb::handle head, nb::handle call, nb::handle step,
                     nb::handle phase, bool compiled) {
     const Target to{lane, taken(PyObject_GetAttr(lane.ptr(), names_.seen)), {head, call, step, phase}};
     if (!PyDict_CheckExact(to.seen.ptr())) throw nb::type_error("lane: expected one that has seen");

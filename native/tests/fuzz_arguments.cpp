@@ -20,7 +20,7 @@
 
 namespace polyattn::testing {
 
-bool fuzzed_passes[2] = {true, true};  // forward, backward
+bool fuzzed_passes[2] = {true, true};
 int64_t accepted_calls = 0;
 
 namespace {

@@ -13,15 +13,12 @@
 #include <string>
 #include <vector>
 
+#include "fuzz_memory.h"
 #include "numbers.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+// NOLINTNEXTLINE(bugprone-reserved-identifier): the sanitizers chose the name
 extern "C" void __sanitizer_set_death_callback(void (*callback)()) __attribute__((weak));
-
-namespace polyattn::testing {
-extern bool fuzzed_passes[2];
-extern int64_t accepted_calls;
-}  // namespace polyattn::testing
 
 namespace {
 
@@ -48,7 +45,7 @@ int main(int count, char** words) {
   double seconds = 1e9;
   for (int i = 1; i < count; ++i) {
     const std::string name = words[i];
-    if (name.rfind("--", 0) != 0) {
+    if (!name.starts_with("--")) {
       replay(name);
       cases = 0;
     } else if (i + 1 < count) {

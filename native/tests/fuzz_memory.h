@@ -15,6 +15,10 @@
 
 namespace polyattn::testing {
 
+// Of fuzz_arguments.cpp, for the program around it.
+extern bool fuzzed_passes[2];  // forward, backward
+extern int64_t accepted_calls;
+
 class Bytes {
  public:
   Bytes(const uint8_t* data, size_t size) : data_(data), size_(size) {}

@@ -84,7 +84,7 @@ std::vector<double> oracle(const std::vector<double>& values) {
     out[static_cast<size_t>(kSample + i)] =
         count == 0 ? none : values[static_cast<size_t>(i * (count - 1) / 7)];
   }
-  for (int i = 0; i < 64; ++i) out[static_cast<size_t>(kSketch + i)] = clipped(sketch[i]);
+  for (int64_t i = 0; i < 64; ++i) out[static_cast<size_t>(kSketch + i)] = clipped(sketch[i]);
   return out;
 }
 

@@ -102,6 +102,7 @@ void nested_regions() {
 void several_callers() {
   std::atomic<int> wrong{0};
   std::vector<std::thread> callers;
+  callers.reserve(4);
   for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&wrong] {
       for (int repeat = 0; repeat < 200; ++repeat) wrong += !every_number_once(3);

@@ -77,11 +77,4 @@ POLYATTN_INLINE void from_float(float x, F16* out) {
   }
 }
 
-template <class T>
-constexpr DType kDType = DType::f32;
-template <>
-constexpr DType kDType<BF16> = DType::bf16;
-template <>
-constexpr DType kDType<F16> = DType::f16;
-
 }  // namespace polyattn::POLYATTN_NAMESPACE
