@@ -54,6 +54,9 @@ class Mask:
     only_align: ClassVar[Align | None] = None
     """The alignment that every mask of this class fixes."""
 
+    takes_align: ClassVar[bool] = True
+    """Whether masks of this class that fix no alignment take that of what they are joined with."""
+
     packs: ClassVar[bool] = True
     """Whether masks of this class have a meaning within each sequence of a packed row."""
 
@@ -194,6 +197,7 @@ class Full(Mask):
     """
 
     static = True
+    takes_align = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:

@@ -38,6 +38,7 @@ class BlockMap(Mask):
     bits: Any = field(default=None)  # (B, N, blocks of T, blocks of S) bool, made by a front-end
 
     packs = False
+    takes_align = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -135,6 +136,7 @@ class Dense(Mask):
     mask: Any
 
     packs = False
+    takes_align = False
 
     def __post_init__(self) -> None:
         store(

@@ -32,6 +32,8 @@ class Padding(Mask):
     q_lengths: Any = None
     kv_lengths: Any = None
 
+    takes_align = False
+
     def __post_init__(self) -> None:
         for name in ("q_lengths", "kv_lengths"):
             store(self, name, integers(f"Padding({name}=...)", getattr(self, name), (1,), "(B,)"))
@@ -100,6 +102,7 @@ class Packed(Mask):
     cu_q: Any
     cu_kv: Any = None
 
+    takes_align = False
     weight = 0  # it comes with the layout
 
     def __post_init__(self) -> None:
@@ -164,6 +167,8 @@ class Segments(Mask):
 
     q_ids: Any
     kv_ids: Any = None
+
+    takes_align = False
 
     def __post_init__(self) -> None:
         store(self, "q_ids", integers("Segments(q_ids=...)", self.q_ids, (1, 2), "(T,) or (B, T)"))
