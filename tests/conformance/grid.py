@@ -3,20 +3,24 @@
 from collections.abc import Iterator
 
 from polyattn.conformance import Case
+from polyattn.masks import LEAVES, Packed
 from polyattn.selection.capabilities import Capabilities
 
 # Small, so that a backend's whole grid takes seconds: one tile and a bit of every kernel we know.
 PLAIN = Case(seed=20, b=2, t=17, s=33, n=2, k=2, h=24, v=24, poison=True)
 
+# where the numbers of the example that explains the class would hide too little, or nothing
+NUMBERS = {
+    "Window": (3, 1),
+    "Padding": (True, True),
+    "BlockMap": (8, 16, True, True),
+    "Dense": ("bnts",),
+}
+PACKED_NUMBERS = NUMBERS | {"Segments": (False, True)}
 MASKS = {
-    "Full": ("full",),
-    "Causal": ("causal", "bottom_right"),
-    "Window": ("window", 3, 1),
-    "Padding": ("padding", True, True),
-    "Segments": ("segments", True, True),
-    "PrefixLM": ("prefix",),
-    "BlockMap": ("blocks", 8, 16, True, True),
-    "Dense": ("dense", "bnts"),
+    kind.__name__: (kind.__name__, *NUMBERS.get(kind.__name__, ()))
+    for kind in LEAVES
+    if kind is not Packed
 }
 STRIDES = {"t": "transposed", "e": "expanded", "s": "strided-last-dim", "o": "cut-out"}
 SIZES = {
@@ -83,7 +87,7 @@ def _masks(can: Capabilities, plain: Case) -> Iterator[tuple[str, Case]]:
     for name, tree in declared.items():
         yield f"mask-{name}", plain.with_(mask=tree)
     if "Causal" in declared and can.masks > {"Causal"}:
-        yield "mask-Causal-top-left", plain.with_(mask=("causal", "top_left"))
+        yield "mask-Causal-top-left", plain.with_(mask=("Causal", "top_left"))
         yield "mask-Causal-empty-rows", plain.with_(mask=MASKS["Causal"], t=33, s=17)
     for join in sorted({"And", "Or"} & can.masks):
         for a in sorted(declared):
@@ -92,10 +96,10 @@ def _masks(can: Capabilities, plain: Case) -> Iterator[tuple[str, Case]]:
                     tree = (join.lower(), declared[a], declared[b])
                     yield f"mask-{a}-{join}-{b}", plain.with_(mask=tree, poison=a == "BlockMap")
     if {"packed"} <= can.layouts and "Packed" in can.masks:
-        for name in ("Causal", "Window", "Padding", "PrefixLM"):
-            if name in declared:
-                yield f"packed-{name}", plain.with_(layout="packed", b=4, mask=declared[name])
-        yield "packed-Segments", plain.with_(layout="packed", b=3, mask=("segments", False, True))
+        for kind in LEAVES:
+            if kind.packs and kind.__name__ in declared:
+                tree = kind.__name__, *PACKED_NUMBERS.get(kind.__name__, ())
+                yield f"packed-{tree[0]}", plain.with_(layout="packed", b=4, mask=tree)
 
 
 def _biases(can: Capabilities, plain: Case) -> Iterator[tuple[str, Case]]:

@@ -71,7 +71,7 @@ def test_random_problems(name: str, device: str) -> None:
 FOUND = [
     (
         '{"seed":1637780687,"b":1,"t":5,"s":8,"h":17,"v":17,"layout":"BNTH",'
-        '"mask":["segments",false,true],"strides":"ecs","poison":true}'
+        '"mask":["Segments",false,true],"strides":"ecs","poison":true}'
     ),
     (
         '{"seed":1830189265,"b":1,"t":4,"s":5,"h":40,"v":40,"dtype":"float64","layout":"BNTH",'

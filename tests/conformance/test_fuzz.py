@@ -17,6 +17,7 @@ from polyattn.conformance.fuzz import main, run_case
 from polyattn.conformance.inputs import build
 from polyattn.conformance.shrink import shrink
 from polyattn.errors import InvalidProblem, UnknownBackend
+from polyattn.masks import LEAVES, Packed
 from polyattn.problem import Problem
 from polyattn.selection.registry import Available, Backend, registry
 
@@ -82,7 +83,7 @@ def test_a_wrong_backend_is_caught(plant: Plant) -> None:
     name = plant(spoil)
     report = run(60, seed=1, backend=name)
     assert _kinds(report, name) == {"wrong"}
-    assert all("causal" in failure.spec for failure in report.failures[:5])
+    assert all("Causal" in failure.spec for failure in report.failures[:5])
 
 
 def test_a_wrong_lse_is_caught(plant: Plant) -> None:
@@ -239,7 +240,7 @@ class TestCompiled:
             return _spoil_out(result, lambda out: out + 0 * args[2].sum())
 
         name = plant(spoil, isolates_compiled=promised)
-        case = Case(t=4, s=4, mask=("causal", "top_left"), poison=True)
+        case = Case(t=4, s=4, mask=("Causal", "top_left"), poison=True)
         assert run_case(case, name, compiled=True)[name].fails == promised
         assert run_case(case, name)[name].fails
 
@@ -250,7 +251,7 @@ class TestCompiled:
 
 
 def test_a_case_is_made_smaller_while_it_fails() -> None:
-    case = Case(t=17, s=33, n=4, k=2, mask=("and", ("causal", "top_left"), ("prefix",)), sinks=2)
+    case = Case(t=17, s=33, n=4, k=2, mask=("and", ("Causal", "top_left"), ("PrefixLM",)), sinks=2)
     small = shrink(case, lambda c: c.sinks > 0 and c.t > 3)
     assert small == Case(t=4, s=1, h=1, v=1, layout="BNTH", sinks=2)
 
@@ -273,7 +274,7 @@ def test_specs_are_read_as_they_were_written() -> None:
 
 def test_a_case_gives_the_same_arrays_each_time() -> None:
     case = Case(
-        seed=13, t=9, s=7, strides="tso", mask=("dense", "ts"), bias=("dense", "s", "own", True)
+        seed=13, t=9, s=7, strides="tso", mask=("Dense", "ts"), bias=("dense", "s", "own", True)
     )
     one, two = build(case), build(case)
     assert torch.equal(one.q, two.q)
@@ -291,11 +292,16 @@ def test_a_line_that_is_no_case_is_an_error(text: str) -> None:
         Case.from_spec(text)
 
 
+def test_an_unknown_mask_is_told_from_the_known() -> None:
+    with pytest.raises(InvalidProblem, match=r"got a case with the mask 'Casual'.*'Causal'"):
+        build(Case.from_spec('{"mask":["and",["Full"],["Casual","top_left"]]}'))
+
+
 def test_random_cases_cover_the_ground() -> None:
     rng = Random(14)
     drawn = [random_case(rng) for _ in range(3000)]
     kinds = {word for case in drawn for word in _words(case.mask)}
-    assert kinds >= {"full", "causal", "window", "padding", "segments", "prefix", "blocks", "dense"}
+    assert kinds >= {kind.__name__ for kind in LEAVES if kind is not Packed}
     assert kinds >= {"and", "or", "bottom_right", "top_left"}
     assert {case.dtype for case in drawn} == {"float16", "bfloat16", "float32", "float64"}
     assert {case.layout for case in drawn} == {"BTNH", "BNTH", "packed"}

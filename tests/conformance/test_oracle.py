@@ -60,7 +60,7 @@ ELEMENTS = {
         layout="BNTH",
         softcap=2.0,
         scale=-0.7,
-        mask=("causal", "bottom_right"),
+        mask=("Causal", "bottom_right"),
         bias=("dense", "bnts", "own", True),
         sinks=2,
     ),

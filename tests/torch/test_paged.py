@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import pytest
@@ -69,6 +71,9 @@ MASKS: dict[str, Mask | None] = {
     "causal": Causal(),
     "window": Causal() & Window(left=7),
     "either": Window(left=3, right=0) | Window(left=40, right=0),
+    "too_many_for_a_program": functools.reduce(
+        operator.or_, (Window(left=3 * i, right=20 - i) for i in range(20))
+    ),
 }
 
 

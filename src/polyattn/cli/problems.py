@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
 
 from polyattn.cli.arguments import integers
 from polyattn.errors import InvalidProblem, near_matches
-from polyattn.masks import (
-    BlockMap,
-    Causal,
-    Dense,
-    Full,
-    Mask,
-    Packed,
-    Padding,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from polyattn.masks import LEAVES, Causal, Mask, Packed, Padding, Window
 from polyattn.masks.biases import Alibi, DenseBias
+from polyattn.masks.needs import Shape, Sizes, dims_of
 from polyattn.masks.simplify import simplify
 from polyattn.problem import MaskFacts, Problem
 
 __all__ = ["MASKS", "problem_of"]
 
-_BLOCK = 128
-
 
 @dataclass(frozen=True)
-class _Sizes:
+class _Array:
     """An array of which only shape and dtype matter."""
 
     shape: tuple[int, ...]
@@ -47,20 +34,27 @@ class _Dims:
     h: int
 
 
-def _blocks(d: _Dims) -> Mask:
-    rows, columns = -(-d.t // _BLOCK), -(-d.s // _BLOCK)
-    return BlockMap(_BLOCK, _BLOCK, _Sizes((d.b, d.n, rows, columns)), _Sizes((d.b, d.n, rows)))
+class _Shapes:
+    """Arrays of masks, as far as a choice rests on them."""
+
+    def lengths(self, shape: Shape, most: int) -> _Array:
+        return _Array(dims_of(shape))
+
+    def ids(self, shape: Shape) -> _Array:
+        return _Array(dims_of(shape))
+
+    def offsets(self, shape: Shape, total: int) -> _Array:
+        return _Array(dims_of(shape))
+
+    def blocks(self, shape: Shape, columns: int) -> tuple[_Array, _Array]:
+        return _Array(dims_of(shape)), _Array(dims_of(shape)[:-1])
+
+    def booleans(self, shape: Shape) -> _Array:
+        return _Array(dims_of(shape), "bool")
 
 
-MASKS: dict[str, Any] = {
-    "Full": lambda d: Full(),
-    "Causal": lambda d: Causal(),
-    "Padding": lambda d: Padding(kv_lengths=_Sizes((d.b,))),
-    "PrefixLM": lambda d: PrefixLM(_Sizes((d.b,))),
-    "Segments": lambda d: Segments(_Sizes((d.b, d.t)), _Sizes((d.b, d.s))),
-    "Dense": lambda d: Dense(_Sizes((d.b, 1, d.t, d.s), "bool")),
-    "BlockMap": _blocks,
-}
+MASKS = {kind.__name__: kind for kind in LEAVES if kind is not Packed}
+"""What ``--mask`` names: packed sequences have a layout, and with it their mask."""
 
 
 def problem_of(options: argparse.Namespace) -> Problem:
@@ -94,22 +88,23 @@ def _dims(options: argparse.Namespace) -> _Dims:
 
 def _mask(options: argparse.Namespace, dims: _Dims) -> Mask | None:
     masks: list[Mask] = []
+    sizes, arrays = Sizes(dims.b, dims.t, dims.s, dims.n), _Shapes()
     if options.layout == "packed":
-        masks.append(Packed(_Sizes((dims.b + 1,)), _Sizes((dims.b + 1,))))
+        masks.append(Packed.example(sizes, arrays))
     if options.causal:
         masks.append(Causal(options.causal))
     if options.window:
         masks.append(Window(*options.window))
     if options.padding:
-        masks.append(MASKS["Padding"](dims))
-    known = {name.lower(): name for name in MASKS}
+        masks.append(Padding.example(sizes, arrays))
+    known = {name.lower(): kind for name, kind in MASKS.items()}
     for name in options.mask:
         if name.lower() not in known:
             raise InvalidProblem(
-                f"got --mask {name!r}, expected one of {', '.join(MASKS)} (--causal, --window and "
-                f"--layout packed for the others).{near_matches(name, MASKS)}"
+                f"got --mask {name!r}, expected one of {', '.join(MASKS)} (--causal and --window "
+                f"say more, --layout packed packs sequences).{near_matches(name, MASKS)}"
             )
-        masks.append(MASKS[known[name.lower()]](dims))
+        masks.append(known[name.lower()].example(sizes, arrays))
     if not masks:
         return None
     joined = masks[0]
@@ -125,5 +120,5 @@ def _bias(options: argparse.Namespace, dims: _Dims) -> str | None:
         batch=1, q_len=1, kv_len=1, heads=1, kv_heads=1, head_dim=1, dtype=options.dtype
     ).dtype
     if options.bias == "alibi":
-        return Alibi(_Sizes((dims.n,), dtype)).signature
-    return DenseBias(_Sizes((dims.b, dims.n, dims.t, dims.s), dtype)).signature
+        return Alibi(_Array((dims.n,), dtype)).signature
+    return DenseBias(_Array((dims.b, dims.n, dims.t, dims.s), dtype)).signature

@@ -2,9 +2,9 @@
 
 The line is JSON without what is default; arrays are not in it, they follow from `seed`:
 
->>> case = Case.from_spec('{"seed":7,"t":3,"s":5,"mask":["causal","bottom_right"]}')
+>>> case = Case.from_spec('{"seed":7,"t":3,"s":5,"mask":["Causal","bottom_right"]}')
 >>> case.spec
-'{"seed":7,"b":1,"t":3,"s":5,"mask":["causal","bottom_right"]}'
+'{"seed":7,"b":1,"t":3,"s":5,"mask":["Causal","bottom_right"]}'
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from polyattn.problem import DTYPES, LAYOUTS
 __all__ = ["Case", "Tree"]
 
 Tree = tuple[Any, ...]
-"""A mask as nested tuples: ``("and", ("causal", "top_left"), ("window", 3, None))``.
+"""A mask as nested tuples: ``("and", ("Causal", "top_left"), ("Window", 3, None))``.
 
-Leaves: ``("full",)``, ``("causal", align)``, ``("window", left, right)``,
-``("padding", on queries, on keys)``, ``("segments", 2-D ids, own key ids)``, ``("prefix",)``,
-``("blocks", block_q, block_k, per batch, per head)``, ``("dense", dims)`` where `dims` are the
-letters of the dims that are not 1, of ``"bnts"``.
+Leaves: the name of a class of masks, and the numbers that its `draw` gives; none are those of the
+example that explains the class.
 """
 
 

@@ -5,24 +5,14 @@ from __future__ import annotations
 from random import Random
 
 from polyattn.conformance.cases import Case, Tree
+from polyattn.masks import LEAVES, Causal
+from polyattn.masks.base import Align
 
 __all__ = ["random_case"]
 
 _EDGES = (7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80)
 _MOST_SCORES = 24_000  # of B * N * T * S: what keeps a case at milliseconds
-_LEAVES = (
-    "causal",
-    "causal",
-    "window",
-    "window",
-    "padding",
-    "segments",
-    "prefix",
-    "blocks",
-    "dense",
-    "full",
-)
-_PACKED = ("causal", "causal", "window", "padding", "segments", "prefix", "full")
+_KINDS = [kind for kind in LEAVES for _ in range(kind.weight)]
 
 
 def random_case(rng: Random) -> Case:
@@ -102,47 +92,34 @@ def _bias(rng: Random) -> Tree | None:
 
 def _mask(rng: Random) -> Tree | None:
     kind = rng.random()
-    align = "top_left" if rng.random() < 0.3 else "bottom_right"
+    align: Align = "top_left" if rng.random() < 0.3 else "bottom_right"
     if kind < 0.15:
         return None
     if kind < 0.55:
-        return _leaf(rng, _LEAVES, align)
+        return _leaf(rng, align)
     if kind < 0.8:
-        return ("and", *(_leaf(rng, _LEAVES, align) for _ in range(2)))
+        return ("and", *(_leaf(rng, align) for _ in range(2)))
     if kind < 0.9:
-        return ("or", *(_leaf(rng, _LEAVES, align) for _ in range(2)))
+        return ("or", *(_leaf(rng, align) for _ in range(2)))
     outer, inner = rng.choice((("and", "or"), ("or", "and")))
-    a, b, c = (_leaf(rng, _LEAVES, align) for _ in range(3))
+    a, b, c = (_leaf(rng, align) for _ in range(3))
     return (outer, a, (inner, b, c))
 
 
 def _packed_mask(rng: Random) -> Tree | None:
     """What is joined with Packed by &."""
     kind = rng.random()
-    align = "top_left" if rng.random() < 0.3 else "bottom_right"
+    align: Align = "top_left" if rng.random() < 0.3 else "bottom_right"
     if kind < 0.2:
         return None
     if kind < 0.65:
-        return _leaf(rng, _PACKED, align)
+        return _leaf(rng, align, packed=True)
     join = "and" if kind < 0.85 else "or"
-    return (join, *(_leaf(rng, _PACKED, align) for _ in range(2)))
+    return (join, *(_leaf(rng, align, packed=True) for _ in range(2)))
 
 
-def _leaf(rng: Random, kinds: tuple[str, ...], align: str) -> Tree:
-    kind = rng.choice(kinds)
-    if kind == "prefix" and align == "top_left":
-        kind = "causal"
-    if kind == "causal":
-        return (kind, align)
-    if kind == "window":
-        return (kind, *(rng.choice((None, 0, 1, 2, 5, 17)) for _ in range(2)))
-    if kind == "padding":
-        return (kind, *rng.choice(((True, True), (False, True), (True, False))))
-    if kind == "segments":
-        return (kind, kinds is _LEAVES and rng.random() < 0.5, True)
-    if kind == "blocks":
-        sizes = (rng.choice((1, 3, 4, 8, 16, 128)) for _ in range(2))
-        return (kind, *sizes, rng.random() < 0.5, rng.random() < 0.5)
-    if kind == "dense":
-        return (kind, "".join(dim for dim in "bnts" if rng.random() < 0.7))
-    return (kind,)
+def _leaf(rng: Random, align: Align, packed: bool = False) -> Tree:
+    kind = rng.choice([kind for kind in _KINDS if kind.packs or not packed])
+    if kind.only_align not in (None, align):
+        kind = Causal
+    return (kind.__name__, *kind.draw(rng, align, packed))

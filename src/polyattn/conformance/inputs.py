@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -10,19 +11,10 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.cases import Case, Tree
-from polyattn.masks import (
-    BlockMap,
-    Causal,
-    Dense,
-    Full,
-    Mask,
-    Packed,
-    Padding,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from polyattn.errors import InvalidProblem, near_matches
+from polyattn.masks import LEAVES, Mask, Packed
 from polyattn.masks.biases import Alibi, Bias, DenseBias
+from polyattn.masks.needs import Shape, Sizes, dims_of
 
 __all__ = ["Inputs", "build", "place"]
 
@@ -148,104 +140,87 @@ def _bias(case: Case, normal: Any, generator: torch.Generator) -> Bias | None:
         slopes = normal(*shape, as_dtype=dtype if own == "own" else torch.float32).abs() / 4
         return Alibi(slopes.requires_grad_("b" in case.grad))
     _, dims, own, with_inf = case.bias
-    array = normal(*_broadcast(case, dims), as_dtype=dtype if own == "own" else torch.float32)
+    full = zip("bnts", (case.b, case.n, case.t, case.s), strict=True)
+    shape = _broadcast(case, tuple(size if dim in dims else 1 for dim, size in full))
+    array = normal(*shape, as_dtype=dtype if own == "own" else torch.float32)
     if with_inf:
         holes = torch.rand(array.shape, generator=generator) < 0.25
         array = torch.where(holes.to(array.device), float("-inf"), array)
     return DenseBias(array.requires_grad_("b" in case.grad))
 
 
-def _broadcast(case: Case, dims: str) -> tuple[int, ...]:
-    full = dict(zip("bnts", (case.b, case.n, case.t, case.s), strict=True))
-    shape = tuple(size if dim in dims else 1 for dim, size in full.items())
+def _broadcast(case: Case, shape: tuple[int, ...]) -> tuple[int, ...]:
     while shape and shape[0] == 1 and case.seed % 3 == 0:  # dims that are missing broadcast as well
         shape = shape[1:]
     return shape
 
 
 def _mask(case: Case) -> Mask | None:
-    rng = Random(case.seed)
-    if not case.packed:
-        return None if case.mask is None else _tree(case, case.mask, rng)
-    packed = Packed(*(_array(rng, _offsets(rng, case.b, size)) for size in (case.t, case.s)))
-    return packed if case.mask is None else packed & _tree(case, case.mask, rng)
+    arrays, sizes = _Random(case), Sizes(case.b, case.t, case.s, case.n)
+    packed = Packed.example(sizes, arrays) if case.packed else None
+    if case.mask is None:
+        return packed
+    mask = _tree(case.mask, sizes, arrays)
+    return mask if packed is None else packed & mask
 
 
-def _offsets(rng: Random, sequences: int, total: int) -> list[int]:
-    """Offsets with some sequences empty."""
-    if sequences == 0:
-        return [0]
-    return [0, *sorted(rng.randint(0, total) for _ in range(sequences - 1)), total]
-
-
-def _tree(case: Case, tree: Tree, rng: Random) -> Mask:
-    kind, *args = tree
-    if kind in ("and", "or"):
-        mask = _tree(case, args[0], rng)
+def _tree(tree: Tree, sizes: Sizes, arrays: _Random) -> Mask:
+    name, *args = tree
+    if name in ("and", "or"):
+        mask = _tree(args[0], sizes, arrays)
         for part in args[1:]:
-            other = _tree(case, part, rng)
-            mask = mask & other if kind == "and" else mask | other
+            other = _tree(part, sizes, arrays)
+            mask = mask & other if name == "and" else mask | other
         return mask
-    return _LEAVES[kind](case, rng, *args)
+    kinds = {kind.__name__: kind for kind in LEAVES}
+    if name not in kinds:
+        raise InvalidProblem(
+            f"got a case with the mask {name!r}, expected one of {', '.join(kinds)}, joined by "
+            f'"and" and "or".{near_matches(name, kinds)}'
+        )
+    return kinds[name].example(sizes, arrays, *args)
 
 
-def _array(rng: Random, values: Any, dtype: torch.dtype = torch.int32) -> Any:
-    """Return nested lists as they are, or as a tensor."""
-    return values if rng.random() < 0.2 else torch.tensor(values, dtype=dtype)
+class _Random:
+    """Arrays of masks with a bit of everything in them: empty, whole, in order or not."""
 
+    def __init__(self, case: Case) -> None:
+        self._case, self._rng = case, Random(case.seed)
 
-def _padding(case: Case, rng: Random, queries: bool, keys: bool) -> Mask:
-    lengths = [
-        _array(rng, [rng.choice((0, size, rng.randint(0, size))) for _ in range(case.b)])
-        if on
-        else None
-        for on, size in ((queries, case.t), (keys, case.s))
-    ]
-    return Padding(*lengths)
+    def lengths(self, shape: Shape, most: int) -> Any:
+        (count,), rng = dims_of(shape), self._rng
+        return self._listed([rng.choice((0, most, rng.randint(0, most))) for _ in range(count)])
 
+    def ids(self, shape: Shape) -> Tensor:
+        *rows, size = dims_of(shape)
+        drawn = [self._row(size) for _ in range(rows[0])] if rows else self._row(size)
+        return torch.tensor(drawn, dtype=torch.int32).reshape(shape)
 
-def _segments(case: Case, rng: Random, batched: bool, own_keys: bool) -> Mask:
-    def ids(size: int) -> Any:
-        drawn = [rng.randint(0, 3) for _ in range(size)]
-        return sorted(drawn) if rng.random() < 0.7 else drawn
+    def _row(self, size: int) -> list[int]:
+        drawn = [self._rng.randint(0, 3) for _ in range(size)]
+        return sorted(drawn) if self._rng.random() < 0.7 else drawn
 
-    def some(size: int) -> Any:
-        rows = [ids(size) for _ in range(case.b)] if batched else ids(size)
-        return torch.tensor(rows, dtype=torch.int32).reshape((case.b, size) if batched else (size,))
+    def offsets(self, shape: Shape, total: int) -> Any:
+        """Make some sequences empty."""
+        (count,) = dims_of(shape)
+        if count == 1:
+            return self._listed([0])
+        middle = sorted(self._rng.randint(0, total) for _ in range(count - 2))
+        return self._listed([0, *middle, total])
 
-    q_ids = some(case.t)
-    return Segments(q_ids, some(case.s) if own_keys or case.s != case.t else None)
+    def _listed(self, values: list[int]) -> Any:
+        """Return a list as it is, or as a tensor."""
+        return values if self._rng.random() < 0.2 else torch.tensor(values, dtype=torch.int32)
 
+    def blocks(self, shape: Shape, columns: int) -> tuple[Tensor, Tensor]:
+        indices = torch.zeros(shape, dtype=torch.int32)
+        counts = torch.zeros(indices.shape[:-1], dtype=torch.int32)
+        for place in itertools.product(*map(range, counts.shape)):
+            counts[place] = self._rng.randint(0, columns)
+            indices[place] = torch.tensor(self._rng.sample(range(columns), columns))
+        return indices, counts
 
-def _prefix(case: Case, rng: Random) -> Mask:
-    return PrefixLM(_array(rng, [rng.randint(0, case.s) for _ in range(case.b)]))
-
-
-def _blocks(case: Case, rng: Random, block_q: int, block_k: int, batch: bool, head: bool) -> Mask:
-    b, n = (case.b if batch else 1), (case.n if head else 1)
-    rows, columns = -(-case.t // block_q), -(-case.s // block_k)
-    indices = torch.zeros((b, n, rows, columns), dtype=torch.int32)
-    counts = torch.zeros((b, n, rows), dtype=torch.int32)
-    for x in range(b):
-        for y in range(n):
-            for row in range(rows):
-                counts[x, y, row] = rng.randint(0, columns)
-                indices[x, y, row] = torch.tensor(rng.sample(range(columns), columns))
-    return BlockMap(block_q, block_k, indices, counts)
-
-
-def _dense(case: Case, rng: Random, dims: str) -> Mask:
-    generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
-    return Dense(torch.rand(_broadcast(case, dims), generator=generator) < rng.choice((0.3, 0.7)))
-
-
-_LEAVES: dict[str, Any] = {
-    "full": lambda case, rng: Full(),
-    "causal": lambda case, rng, align: Causal(align),
-    "window": lambda case, rng, left, right: Window(left, right),
-    "padding": _padding,
-    "segments": _segments,
-    "prefix": _prefix,
-    "blocks": _blocks,
-    "dense": _dense,
-}
+    def booleans(self, shape: Shape) -> Tensor:
+        generator = torch.Generator().manual_seed(self._rng.randrange(1 << 31))
+        drawn = torch.rand(_broadcast(self._case, dims_of(shape)), generator=generator)
+        return drawn < self._rng.choice((0.3, 0.7))

@@ -76,8 +76,13 @@ def _paint(mask: Mask, at: Place) -> Array:
             other = _paint(part, at)
             picture = (picture & other) if isinstance(mask, And) else (picture | other)
         return picture
-    picture = np.zeros((at.n, at.t, at.s), dtype=bool)
-    _LEAVES[type(mask).__name__](mask, at, picture)
+    picture, name = np.zeros((at.n, at.t, at.s), dtype=bool), type(mask).__name__
+    if name not in _LEAVES:
+        raise NotImplementedError(
+            f"got a {name}, which the oracle cannot paint; paint it in {__name__}, from its "
+            "definition and not from its class."
+        )
+    _LEAVES[name](mask, at, picture)
     return picture
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from random import Random
 from typing import Any, ClassVar, Literal
 
 from polyattn.errors import InvalidProblem
+from polyattn.masks.needs import Arrays, Call, Sizes, Writer
 from polyattn.masks.payload import same
 
 __all__ = ["Align", "And", "Full", "Index", "Mask", "Or", "store"]
@@ -40,7 +42,26 @@ class Index:
 
 
 class Mask:
-    """The base of all masks; see the module's text for what masks share."""
+    """The base of all masks; see the module's text for what masks share.
+
+    A class says `arguments`, `signature` and `allows`; with arrays also `map`, `check`, `brackets`
+    and `filled`. The rest has a default that is right, if not the quickest.
+    """
+
+    static: ClassVar[bool] = False
+    """Whether masks of this class carry no arrays."""
+
+    only_align: ClassVar[Align | None] = None
+    """The alignment that every mask of this class fixes."""
+
+    takes_align: ClassVar[bool] = True
+    """Whether masks of this class that fix no alignment take that of what they are joined with."""
+
+    packs: ClassVar[bool] = True
+    """Whether masks of this class have a meaning within each sequence of a packed row."""
+
+    weight: ClassVar[int] = 1
+    """How often the fuzzer draws this class, beside the others."""
 
     def __and__(self, other: object) -> Mask:
         """Allow what both allow."""
@@ -75,10 +96,7 @@ class Mask:
     @property
     def align(self) -> Align | None:
         """The alignment this mask fixes, or None when it takes that of what it is joined with."""
-        return None
-
-    static: ClassVar[bool] = False
-    """Whether masks of this class carry no arrays."""
+        return self.only_align
 
     @property
     def is_static(self) -> bool:
@@ -112,6 +130,48 @@ class Mask:
         """Return this mask with every array `a` of field `f` replaced by ``change(f, a)``."""
         return self
 
+    def check(self, call: Call) -> None:
+        """Raise :class:`InvalidProblem` where an array of this leaf does not fit the call."""
+
+    @property
+    def band(self) -> tuple[int | None, int | None] | None:
+        """The least and the greatest key that are seen, counted from the query's own position.
+
+        In these, None is unbounded. None in place of both: the mask is no such band.
+        """
+        return None
+
+    def write(self, to: Writer) -> None:
+        """Write this leaf as terms of the native kernels; unless it says how, it has none."""
+        band = self.band
+        if band is None:
+            to.unknown()
+        else:
+            to.band(*band)
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        """Draw the numbers of an example: what JSON can say of it, whatever the sizes."""
+        return ()
+
+    @classmethod
+    def brackets(cls, sizes: Sizes, *numbers: Any) -> tuple[Any, ...]:
+        """Return what the signature of an example has in its brackets: numbers, shapes of arrays.
+
+        `numbers` are those of `draw`; without them it is the example that explains the class.
+        """
+        return numbers
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, *brackets: Any, **named: Any) -> Mask:
+        """Make a mask whose signature has these brackets, with arrays that fit the sizes."""
+        return cls(*brackets, **named)
+
+    @classmethod
+    def example(cls, sizes: Sizes, arrays: Arrays, *numbers: Any) -> Mask:
+        """Make the mask of these numbers, as `draw` gives them, or one that explains the class."""
+        return cls.filled(sizes, arrays, *cls.brackets(sizes, *numbers))
+
     def picture(self, q_len: int = 4, kv_len: int = 4, batch: int = 0, head: int = 0) -> str:
         """Draw the mask of one batch entry and head, ``#`` where a query attends a key."""
         align = self.align or "bottom_right"
@@ -137,6 +197,7 @@ class Full(Mask):
     """
 
     static = True
+    takes_align = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -148,6 +209,10 @@ class Full(Mask):
 
     def allows(self, ix: Index) -> Any:
         return (ix.t >= 0) & (ix.j >= 0)
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        return None, None
 
 
 @dataclass(frozen=True, repr=False, eq=False)

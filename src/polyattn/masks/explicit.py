@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Index, Mask, store
+from polyattn.masks.base import Align, Index, Mask, store
+from polyattn.masks.fits import broadcasts, misfit
+from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
 from polyattn.masks.payload import at, integers, shape_of
 
 __all__ = ["BlockMap", "Dense"]
@@ -33,6 +36,9 @@ class BlockMap(Mask):
     indices: Any
     counts: Any
     bits: Any = field(default=None)  # (B, N, blocks of T, blocks of S) bool, made by a front-end
+
+    packs = False
+    takes_align = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -68,6 +74,55 @@ class BlockMap(Mask):
         indices, counts = change("indices", self.indices), change("counts", self.counts)
         return BlockMap(self.block_q, self.block_k, indices, counts, self.bits)
 
+    def check(self, call: Call) -> None:
+        b, n = call.batch, call.heads
+        rows, blocks = -(-call.q_len // self.block_q), -(-call.kv_len // self.block_k)
+        got = shape_of(self.counts)
+        if got[0] not in (1, b) or got[1] not in (1, n) or got[2] != rows:
+            misfit(self, got, f"counts ({b}|1, {n}|1, {rows}) for {rows} blocks of queries")
+        indices, counts = call.known(self.indices), call.known(self.counts)
+        if indices is None or counts is None or 0 in counts.shape:
+            return
+        most = indices.shape[-1]
+        if int(counts.min()) < 0 or int(counts.max()) > most:
+            raise InvalidProblem(
+                f"got {self!r} with counts from {int(counts.min())} to {int(counts.max())}, "
+                f"expected 0 to {most}, the last dim of indices."
+            )
+        meant = call.arange(most) < counts[..., None]
+        if bool((meant & ((indices < 0) | (indices >= blocks))).any()):
+            raise InvalidProblem(
+                f"got {self!r} with a block index outside of 0 to {blocks - 1}, expected indices "
+                f"of blocks of {self.block_k} keys out of {call.kv_len}."
+            )
+
+    def write(self, to: Writer) -> None:
+        to.blocks(self)
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        sizes = (rng.choice((1, 3, 4, 8, 16, 128)) for _ in range(2))
+        return *sizes, rng.random() < 0.5, rng.random() < 0.5
+
+    @classmethod
+    def brackets(
+        cls,
+        sizes: Sizes,
+        block_q: int = 128,
+        block_k: int = 128,
+        batch: bool = True,
+        head: bool = True,
+    ) -> tuple[Any, ...]:
+        rows, columns = -(-sizes.t // block_q), -(-sizes.s // block_k)
+        shape = (sizes.b if batch else 1, sizes.n if head else 1, rows, columns)
+        return block_q, block_k, shape
+
+    @classmethod
+    def filled(
+        cls, sizes: Sizes, arrays: Arrays, block_q: int, block_k: int, indices: Shape
+    ) -> Mask:
+        return cls(block_q, block_k, *arrays.blocks(indices, -(-sizes.s // block_k)))
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dense(Mask):
@@ -79,6 +134,9 @@ class Dense(Mask):
     """
 
     mask: Any
+
+    packs = False
+    takes_align = False
 
     def __post_init__(self) -> None:
         store(
@@ -102,3 +160,23 @@ class Dense(Mask):
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return Dense(change("mask", self.mask))
+
+    def check(self, call: Call) -> None:
+        full = (call.batch, call.heads, call.q_len, call.kv_len)
+        broadcasts(self, shape_of(self.mask), full)
+
+    def write(self, to: Writer) -> None:
+        to.dense(self.mask)
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        return ("".join(dim for dim in "bnts" if rng.random() < 0.7),)
+
+    @classmethod
+    def brackets(cls, sizes: Sizes, dims: str = "bts") -> tuple[Any, ...]:
+        full = zip("bnts", (sizes.b, sizes.n, sizes.t, sizes.s), strict=True)
+        return (tuple(size if dim in dims else 1 for dim, size in full),)
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, mask: Shape = ()) -> Mask:
+        return cls(arrays.booleans(mask))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
 from polyattn.masks.base import Align, Index, Mask, store
+from polyattn.masks.fits import fits
+from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
 from polyattn.masks.payload import at, describe, integers
 
 __all__ = ["Causal", "PrefixLM", "Window"]
@@ -41,6 +44,7 @@ class Causal(Mask):
             )
 
     static = True
+    weight = 2
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -52,6 +56,14 @@ class Causal(Mask):
 
     def allows(self, ix: Index) -> Any:
         return ix.j <= ix.diagonal
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        return None, 0
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        return (align,)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -81,6 +93,7 @@ class Window(Mask):
                 )
 
     static = True
+    weight = 2
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -98,6 +111,20 @@ class Window(Mask):
             allowed = allowed & (ix.j <= ix.diagonal + self.right)
         return allowed
 
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        return None if self.left is None else -self.left, self.right
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        return tuple(rng.choice((None, 0, 1, 2, 5, 17)) for _ in range(2))
+
+    @classmethod
+    def brackets(
+        cls, sizes: Sizes, left: int | None = 15, right: int | None = None
+    ) -> tuple[Any, ...]:
+        return left, right
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PrefixLM(Mask):
@@ -114,6 +141,8 @@ class PrefixLM(Mask):
 
     lengths: Any
 
+    only_align = "bottom_right"
+
     def __post_init__(self) -> None:
         store(self, "lengths", integers("PrefixLM(lengths)", self.lengths, (1,), "(B,)"))
 
@@ -125,12 +154,24 @@ class PrefixLM(Mask):
     def signature(self) -> str:
         return f"PrefixLM({describe(self.lengths)})"
 
-    @property
-    def align(self) -> Align | None:
-        return "bottom_right"
-
     def allows(self, ix: Index) -> Any:
         return (ix.j < at(self.lengths, ix.b)) | (ix.j <= ix.diagonal)
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return PrefixLM(change("lengths", self.lengths))
+
+    def check(self, call: Call) -> None:
+        fits(self, self.lengths, call, call.kv_len)
+
+    def write(self, to: Writer) -> None:
+        to.key_limit(self.lengths)
+        to.band(None, 0)
+        to.either()
+
+    @classmethod
+    def brackets(cls, sizes: Sizes) -> tuple[Any, ...]:
+        return (sizes.b,)
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, lengths: Shape) -> Mask:
+        return cls(arrays.lengths(lengths, sizes.s))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Index, Mask, store
+from polyattn.masks.base import Align, Index, Mask, store
+from polyattn.masks.fits import fits, misfit
+from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
 from polyattn.masks.payload import at, describe, integers, shape_of
 
 __all__ = ["Packed", "Padding", "Segments"]
@@ -28,6 +31,8 @@ class Padding(Mask):
 
     q_lengths: Any = None
     kv_lengths: Any = None
+
+    takes_align = False
 
     def __post_init__(self) -> None:
         for name in ("q_lengths", "kv_lengths"):
@@ -52,6 +57,35 @@ class Padding(Mask):
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return Padding(change("q_lengths", self.q_lengths), change("kv_lengths", self.kv_lengths))
 
+    def check(self, call: Call) -> None:
+        fits(self, self.q_lengths, call, call.q_len)
+        fits(self, self.kv_lengths, call, call.kv_len)
+
+    def write(self, to: Writer) -> None:
+        if self.q_lengths is None and self.kv_lengths is None:
+            to.everything()
+        if self.q_lengths is not None:
+            to.query_limit(self.q_lengths)
+        if self.kv_lengths is not None:
+            to.key_limit(self.kv_lengths)
+            if self.q_lengths is not None:
+                to.both()
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        return rng.choice(((True, True), (False, True), (True, False)))
+
+    @classmethod
+    def brackets(cls, sizes: Sizes, queries: bool = False, keys: bool = True) -> tuple[Any, ...]:
+        return tuple(sizes.b if on else None for on in (queries, keys))
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, q: Shape | None, kv: Shape | None) -> Mask:
+        return cls(
+            None if q is None else arrays.lengths(q, sizes.t),
+            None if kv is None else arrays.lengths(kv, sizes.s),
+        )
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Packed(Mask):
@@ -67,6 +101,9 @@ class Packed(Mask):
 
     cu_q: Any
     cu_kv: Any = None
+
+    takes_align = False
+    weight = 0  # it comes with the layout
 
     def __post_init__(self) -> None:
         store(self, "cu_q", integers("Packed(cu_q=...)", self.cu_q, (1,), "(sequences + 1,)"))
@@ -92,6 +129,27 @@ class Packed(Mask):
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return Packed(change("cu_q", self.cu_q), change("cu_kv", self.cu_kv))
 
+    def check(self, call: Call) -> None:
+        for name, cu, total in (
+            ("cu_q", self.cu_q, call.q_len),
+            ("cu_kv", self.cu_kv, call.kv_len),
+        ):
+            read = call.known(cu)
+            if read is None or not read.shape[0]:
+                continue
+            if int(read[0]) != 0 or int(read[-1]) != total or bool((read[1:] < read[:-1]).any()):
+                raise InvalidProblem(
+                    f"got {name}={read.tolist()[:8]}, expected offsets that rise from 0 to {total}."
+                )
+
+    @classmethod
+    def brackets(cls, sizes: Sizes) -> tuple[Any, ...]:
+        return sizes.b + 1, sizes.b + 1
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, q: Shape, kv: Shape) -> Mask:
+        return cls(arrays.offsets(q, sizes.t), arrays.offsets(kv, sizes.s))
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Segments(Mask):
@@ -109,6 +167,8 @@ class Segments(Mask):
 
     q_ids: Any
     kv_ids: Any = None
+
+    takes_align = False
 
     def __post_init__(self) -> None:
         store(self, "q_ids", integers("Segments(q_ids=...)", self.q_ids, (1, 2), "(T,) or (B, T)"))
@@ -129,6 +189,32 @@ class Segments(Mask):
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return Segments(change("q_ids", self.q_ids), change("kv_ids", self.kv_ids))
+
+    def check(self, call: Call) -> None:
+        b = call.batch
+        for ids, length in ((self.q_ids, call.q_len), (self.kv_ids, call.kv_len)):
+            if shape_of(ids) not in ((length,), (b, length), (1, length)):
+                misfit(self, shape_of(ids), f"({length},) or ({b}, {length})")
+
+    def write(self, to: Writer) -> None:
+        if to.packed and 2 in (len(shape_of(self.q_ids)), len(shape_of(self.kv_ids))):
+            to.unknown()  # the kernels look ids up by the token of the row
+        else:
+            to.same_ids(self.q_ids, self.kv_ids)
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        return not packed and rng.random() < 0.5, True
+
+    @classmethod
+    def brackets(cls, sizes: Sizes, batched: bool = True, own_keys: bool = True) -> tuple[Any, ...]:
+        own_keys = own_keys or sizes.s != sizes.t
+        q, kv = ((sizes.b, x) if batched else x for x in (sizes.t, sizes.s))
+        return q, kv if own_keys else None
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, q: Shape, kv: Shape | None) -> Mask:
+        return cls(arrays.ids(q), None if kv is None else arrays.ids(kv))
 
 
 def _token(ids: Any, b: Any, position: Any, packed: Any) -> Any:

@@ -18,10 +18,12 @@ def simplify(mask: Mask | None, q_len: int, kv_len: int) -> Mask | None:
     if mask is None:
         return None
     top_left = mask.align == "top_left" or q_len == kv_len
-    # a prefix mask fixes bottom_right, so the causal masks beside it keep that name
-    rename = q_len == kv_len and "PrefixLM" not in mask.kinds
-    if mask.align == "top_left" and q_len != kv_len and "Window" in mask.kinds:
-        return mask  # without its causal mask the window would be measured bottom-right
+    leaves = mask.leaves()
+    # beside a mask that is always bottom_right the causal masks keep that name
+    rename = q_len == kv_len and not any(leaf.only_align for leaf in leaves)
+    taking = any(leaf.align is None and leaf.takes_align for leaf in leaves)
+    if mask.align == "top_left" and q_len != kv_len and taking:
+        return mask  # without the causal mask these would be measured bottom-right
     simple = _simplify(mask, q_len, kv_len, 0 if top_left else kv_len - q_len, rename)
     return None if isinstance(simple, Full) else simple
 

@@ -13,9 +13,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from polyattn.masks import STATIC_KINDS
+
 __all__ = ["Structure", "structure_of", "with_sizes"]
 
 _SIZES = re.compile(r"\b\d+(?:x\d+)+\b")
+_LEAF = re.compile(r"(\w+)\([^()]*\)")
 _ALL_SIZES = re.compile(r"\d+(?:x\d+)+|(?<==)\d+(?=[,)])")
 _JOINED = {ast.BitAnd: "And", ast.BitOr: "Or"}
 
@@ -90,4 +93,10 @@ def with_sizes(signature: str, change: Callable[[str], str]) -> str:
     >>> with_sizes("Padding(q=None, kv=8) | Dense(1x1x4x9)", lambda sizes: sizes.replace("x", "*"))
     'Padding(q=None, kv=8) | Dense(1*1*4*9)'
     """
-    return _ALL_SIZES.sub(lambda found: change(found.group()), signature)
+
+    def leaf(found: re.Match[str]) -> str:
+        if found[1] in STATIC_KINDS:  # whose numbers are no sizes
+            return found[0]
+        return _ALL_SIZES.sub(lambda sizes: change(sizes.group()), found[0])
+
+    return _LEAF.sub(leaf, signature)

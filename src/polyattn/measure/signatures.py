@@ -9,25 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn.errors import TuningError
-from polyattn.masks import (
-    BlockMap,
-    Causal,
-    Dense,
-    Full,
-    Mask,
-    Packed,
-    Padding,
-    PrefixLM,
-    Segments,
-    Window,
-)
+from polyattn.masks import LEAVES, Mask
 from polyattn.masks.biases import Alibi, Bias, DenseBias
+from polyattn.masks.needs import Shape, Sizes, dims_of
 from polyattn.masks.structure import Structure, structure_of
 from polyattn.problem import Problem
 
@@ -39,7 +28,8 @@ def mask_like(problem: Problem, real: Tensor | None, generator: torch.Generator)
     if problem.mask is None:
         return None
     try:
-        return _Maker(problem, real, generator).made(problem.mask.structure)
+        sizes = Sizes(problem.batch, problem.q_len, problem.kv_len, problem.heads)
+        return _made(problem.mask.structure, sizes, _MadeUp(real, generator))
     except (KeyError, ValueError, TypeError) as error:
         raise TuningError(
             f"got the mask {problem.mask.signature!r}, expected a signature of polyattn ({error})."
@@ -58,15 +48,11 @@ def bias_like(problem: Problem, real: Tensor | None, generator: torch.Generator)
         raise TuningError(
             f"got the bias {problem.bias!r}, expected a signature of polyattn."
         ) from error
-    shape = _shape(*sizes)
+    shape = dims_of(*sizes) if sizes else ()
     array = _fitting(real, shape)
     if array is None or array.dtype == torch.bool:
         array = torch.randn(shape, generator=generator).to(getattr(torch, dtype_name))
     return Alibi(array.abs() / 4) if kind == "Alibi" else DenseBias(array)
-
-
-def _shape(sizes: int | tuple[int, ...] = ()) -> tuple[int, ...]:
-    return (sizes,) if isinstance(sizes, int) else sizes
 
 
 def _fitting(real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -78,74 +64,50 @@ def _fitting(real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return real if tuple(real.shape) == shape else real.reshape(shape)
 
 
-class _Maker:
-    """Walks the mask's structure."""
+def _made(mask: Structure, sizes: Sizes, arrays: _MadeUp) -> Mask:
+    if mask.parts:
+        join = operator.and_ if mask.kind == "And" else operator.or_
+        return functools.reduce(join, (_made(part, sizes, arrays) for part in mask.parts))
+    return _KINDS[mask.kind].filled(sizes, arrays, *mask.arguments, **mask.named)
 
-    def __init__(self, problem: Problem, real: Tensor | None, generator: torch.Generator) -> None:
-        self.problem, self.real, self.generator = problem, real, generator
 
-    def made(self, mask: Structure) -> Mask:
-        if mask.parts:
-            join = operator.and_ if mask.kind == "And" else operator.or_
-            return functools.reduce(join, map(self.made, mask.parts))
-        return _LEAVES[mask.kind](self, *mask.arguments, **mask.named)  # type: ignore[no-any-return]
+_KINDS = {kind.__name__: kind for kind in LEAVES}
 
-    def lengths(self, count: Any, most: int) -> Tensor | None:
-        if count is None:
-            return None
+
+class _MadeUp:
+    """Arrays as times depend on them; `real` is the one that was recorded."""
+
+    def __init__(self, real: Tensor | None, generator: torch.Generator) -> None:
+        self._real, self._generator = real, generator
+
+    def lengths(self, shape: Shape, most: int) -> Tensor:
         low = max(1, most // 2) if most else 0
-        drawn = torch.randint(low, most + 1, (int(count),), generator=self.generator)
+        drawn = torch.randint(low, most + 1, dims_of(shape), generator=self._generator)
         return drawn.to(torch.int32)
 
-    def padding(self, q: Any, kv: Any) -> Mask:
-        return Padding(self.lengths(q, self.problem.q_len), self.lengths(kv, self.problem.kv_len))
+    def ids(self, shape: Shape) -> Tensor:
+        dims, parts = dims_of(shape), 4
+        ids = torch.arange(dims[-1]) * parts // max(dims[-1], 1)
+        return ids.to(torch.int32).expand(dims)
 
-    def segments(self, q: Any, kv: Any) -> Mask:
-        parts = 4
+    def offsets(self, shape: Shape, total: int) -> Tensor:
+        (count,) = dims_of(shape)
+        return torch.linspace(0, total, count).round().to(torch.int32)
 
-        def ids(sizes: Any) -> Tensor:
-            shape = _shape(sizes)
-            return (
-                (torch.arange(shape[-1]) * parts // max(shape[-1], 1)).to(torch.int32).expand(shape)
-            )
-
-        return Segments(ids(q), ids(kv))
-
-    def packed(self, q: Any, kv: Any) -> Mask:
-        def offsets(total: int) -> Tensor:
-            return torch.linspace(0, total, int(q)).round().to(torch.int32)
-
-        return Packed(offsets(self.problem.q_len), offsets(self.problem.kv_len))
-
-    def blocks(self, block_q: int, block_k: int, sizes: Any) -> Mask:
-        batch, heads, rows, _ = shape = _shape(sizes)
-        columns = -(-self.problem.kv_len // block_k)
-        kept = min(shape[-1], max(1, columns // 2))
-        order = torch.rand((batch, heads, rows, columns), generator=self.generator).argsort(-1)
+    def blocks(self, shape: Shape, columns: int) -> tuple[Tensor, Tensor]:
+        *rows, most = dims_of(shape)
+        kept = min(most, max(1, columns // 2))
+        order = torch.rand((*rows, columns), generator=self._generator).argsort(-1)
         indices = torch.zeros(shape, dtype=torch.int32)
         indices[..., :kept] = order[..., :kept].to(torch.int32)
-        counts = torch.full((batch, heads, rows), kept, dtype=torch.int32)
-        return BlockMap(block_q, block_k, indices, counts)
+        return indices, torch.full(rows, kept, dtype=torch.int32)
 
-    def dense(self, sizes: Any = ()) -> Mask:
-        shape = _shape(sizes)
-        real = _fitting(self.real, shape)
+    def booleans(self, shape: Shape) -> Tensor:
+        dims = dims_of(shape)
+        real = _fitting(self._real, dims)
         if real is not None and real.dtype == torch.bool:
-            return Dense(real)
-        drawn = torch.rand(shape, generator=self.generator) < 0.7
-        if shape:
+            return real
+        drawn = torch.rand(dims, generator=self._generator) < 0.7
+        if dims:
             drawn[..., :1] = True
-        return Dense(drawn)
-
-
-_LEAVES: dict[str, Any] = {
-    "Full": lambda maker: Full(),
-    "Causal": lambda maker, align="bottom_right": Causal(align),
-    "Window": lambda maker, left, right: Window(left, right),
-    "PrefixLM": lambda maker, count: PrefixLM(maker.lengths(count, maker.problem.kv_len)),
-    "Padding": _Maker.padding,
-    "Segments": _Maker.segments,
-    "Packed": _Maker.packed,
-    "BlockMap": _Maker.blocks,
-    "Dense": _Maker.dense,
-}
+        return drawn

@@ -18,7 +18,8 @@ EITHER                                   the last two terms, joined by "or"
 PACKED       cu_q, cu_kv                 no term: where the sequences lie; comes first
 ===========  ==========================  =========================================
 
-Arrays are named by their place in :attr:`Program.arrays`.
+Arrays are named by their place in :attr:`Program.arrays`. Each class of masks writes its own terms
+through a :class:`polyattn.masks.needs.Writer`; here they are joined, counted and given pointers.
 """
 
 from __future__ import annotations
@@ -26,21 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from polyattn.masks import (
-    And,
-    BlockMap,
-    Causal,
-    Dense,
-    Full,
-    Mask,
-    Or,
-    Packed,
-    Padding,
-    PrefixLM,
-    Segments,
-    Window,
-)
-from polyattn.masks.payload import shape_of
+from polyattn.masks import And, BlockMap, Mask, Packed
 
 __all__ = [
     "MOST_DEPTH",
@@ -106,9 +93,10 @@ class ArrayLibrary(Protocol):
 def encode(mask: Mask | None) -> Program | None:
     """Return the program of a mask; None where only a dense mask can say it.
 
-    That is so of masks with more than :data:`MOST_TERMS` terms or deeper than
-    :data:`MOST_DEPTH`, and of packed sequences whose segment ids are told for each sequence.
+    That is so of classes that have no terms, of masks with more than :data:`MOST_TERMS` terms or
+    deeper than :data:`MOST_DEPTH`, and of packed sequences whose segment ids are told for each.
 
+    >>> from polyattn.masks import Causal, Padding, Window
     >>> encode(Causal() & Window(left=3)).codes == (BAND, -3, 0, 1)
     True
     >>> encode(Causal("top_left") & Padding(None, [2])).codes
@@ -116,21 +104,16 @@ def encode(mask: Mask | None) -> Program | None:
     """
     if mask is None:
         return Program((), ())
-    codes: list[int] = []
-    arrays: list[Payload] = []
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    packed = [part for part in parts if isinstance(part, Packed)]
-    for part in packed:
-        codes += (PACKED, _add(arrays, part.cu_q), _add(arrays, part.cu_kv), 0)
-    if packed and any(_is_batched(leaf) for leaf in mask.leaves()):
-        return None
-    parts = tuple(part for part in parts if not isinstance(part, Packed))
-    depth = 0
+    parts: Sequence[Mask] = mask.parts if isinstance(mask, And) else (mask,)
+    to = _Writer(mask)
+    for part in parts:
+        if isinstance(part, Packed):
+            to.offsets(part)
+    if to.packed:
+        parts = [part for part in parts if not isinstance(part, Packed)]
     if parts:
-        depth = _joined(parts, BOTH, int(mask.align != "top_left"), codes, arrays)
-    if len(codes) // WIDTH - len(packed) > MOST_TERMS or depth > MOST_DEPTH:
-        return None
-    return Program(tuple(codes), tuple(arrays))
+        to.joined(parts, BOTH)
+    return to.program()
 
 
 def dense_program(allowed: Any) -> Program:
@@ -138,81 +121,109 @@ def dense_program(allowed: Any) -> Program:
     return Program((DENSE, 0, 0, 0), (Payload("allowed", allowed),))
 
 
-def _is_batched(mask: Mask) -> bool:
-    """Say whether ids are told for each sequence; the kernels look them up by packed token."""
-    return isinstance(mask, Segments) and 2 in (
-        len(shape_of(mask.q_ids)),
-        len(shape_of(mask.kv_ids)),
-    )
+class _Writer:
+    """The program of one mask while it is written; see :class:`polyattn.masks.needs.Writer`."""
 
+    __slots__ = ("_arrays", "_bottom_right", "_codes", "_depth", "_known", "_stack", "packed")
 
-def _add(arrays: list[Payload], value: Any, role: str = "integers") -> int:
-    arrays.append(Payload(role, value))
-    return len(arrays) - 1
+    def __init__(self, mask: Mask) -> None:
+        self._codes: list[int] = []
+        self._arrays: list[Payload] = []
+        self._bottom_right = int(mask.align != "top_left")
+        self._stack = self._depth = 0
+        self._known, self.packed = True, False
 
+    def program(self) -> Program | None:
+        """Return what was written, if the kernels can run it."""
+        count = len(self._codes) // WIDTH - self.packed
+        if not self._known or count > MOST_TERMS or self._depth > MOST_DEPTH:
+            return None
+        return Program(tuple(self._codes), tuple(self._arrays))
 
-def _joined(
-    parts: Sequence[Mask], join: int, bottom_right: int, codes: list[int], arrays: list[Payload]
-) -> int:
-    """Write parts joined by `join`; return how deep the stack of the postfix order becomes."""
-    depth = written = 0
-    if join == BOTH:
-        low, high, parts = _common_band(parts)
-        if low > -UNBOUNDED or high < UNBOUNDED:
-            codes += (BAND, low, high, bottom_right)
-            depth = written = 1
-    for part in parts:
-        inner = _write(part, bottom_right, codes, arrays)
-        depth = max(depth, inner + (written > 0))
-        written += 1
-        if written > 1:
-            codes += (join, 0, 0, 0)
-    if not written:
-        codes += (EVERYTHING, 0, 0, 0)
-    return max(depth, 1)
+    def joined(self, parts: Sequence[Mask], join: int) -> None:
+        """Write parts joined by `join`; all bands that are joined by "and" become one."""
+        written = self._stack
+        if join == BOTH:
+            low, high, parts = _common_band(parts)
+            if low > -UNBOUNDED or high < UNBOUNDED:
+                self._term(BAND, low, high, self._bottom_right)
+        for part in parts:
+            if part.parts:
+                self.joined(part.parts, BOTH if isinstance(part, And) else EITHER)
+            else:
+                part.write(self)
+            if self._stack > written + 1:
+                self._join(join)
+        if self._stack == written:
+            self.everything()
+
+    def offsets(self, packed: Packed) -> None:
+        """Say where the packed sequences lie."""
+        self.packed = True
+        self._codes += (PACKED, self._named(packed.cu_q), self._named(packed.cu_kv), 0)
+
+    def unknown(self) -> None:
+        self._known = False
+        self.everything()
+
+    def everything(self) -> None:
+        self._term(EVERYTHING)
+
+    def band(self, low: int | None, high: int | None) -> None:
+        low, high = -UNBOUNDED if low is None else low, UNBOUNDED if high is None else high
+        if low == -UNBOUNDED and high == UNBOUNDED:
+            self._term(EVERYTHING)
+        else:
+            self._term(BAND, low, high, self._bottom_right)
+
+    def query_limit(self, lengths: Any) -> None:
+        self._term(Q_LIMIT, self._named(lengths))
+
+    def key_limit(self, lengths: Any) -> None:
+        self._term(KV_LIMIT, self._named(lengths))
+
+    def same_ids(self, q_ids: Any, kv_ids: Any) -> None:
+        self._term(SEGMENTS, self._named(q_ids), self._named(kv_ids))
+
+    def blocks(self, mask: BlockMap) -> None:
+        self._term(BLOCKS, self._named(mask, "bits"), mask.block_q, mask.block_k)
+
+    def dense(self, allowed: Any) -> None:
+        self._term(DENSE, self._named(allowed, "allowed"))
+
+    def both(self) -> None:
+        self._join(BOTH)
+
+    def either(self) -> None:
+        self._join(EITHER)
+
+    def _term(self, kind: int, a: int = 0, b: int = 0, c: int = 0) -> None:
+        self._codes += (kind, a, b, c)
+        self._stack += 1
+        if self._stack > self._depth:
+            self._depth = self._stack
+
+    def _join(self, join: int) -> None:
+        self._codes += (join, 0, 0, 0)
+        self._stack -= 1
+
+    def _named(self, value: Any, role: str = "integers") -> int:
+        self._arrays.append(Payload(role, value))
+        return len(self._arrays) - 1
 
 
 def _common_band(parts: Sequence[Mask]) -> tuple[int, int, list[Mask]]:
     """Make one band of all that are joined by "and"; return it and the other parts."""
     low, high, others = -UNBOUNDED, UNBOUNDED, []
     for part in parts:
-        if isinstance(part, Causal):
-            high = min(high, 0)
-        elif isinstance(part, Window):
-            low = low if part.left is None else max(low, -part.left)
-            high = high if part.right is None else min(high, part.right)
-        elif not isinstance(part, Full):
+        band = part.band
+        if band is None:
             others.append(part)
+            continue
+        least, most = band
+        low = low if least is None else max(low, least)
+        high = high if most is None else min(high, most)
     return low, high, others
-
-
-def _write(mask: Mask, bottom_right: int, codes: list[int], arrays: list[Payload]) -> int:
-    """Write one mask; return how deep the stack becomes."""
-    if isinstance(mask, (And, Or)):
-        join = BOTH if isinstance(mask, And) else EITHER
-        return _joined(mask.parts, join, bottom_right, codes, arrays)
-    if isinstance(mask, (Causal, Window, Full)):
-        return _joined((mask,), BOTH, bottom_right, codes, arrays)
-    if isinstance(mask, Padding):
-        limits = ((Q_LIMIT, mask.q_lengths), (KV_LIMIT, mask.kv_lengths))
-        there = [(kind, lengths) for kind, lengths in limits if lengths is not None]
-        for kind, lengths in there:
-            codes += (kind, _add(arrays, lengths), 0, 0)
-        codes += (BOTH, 0, 0, 0) if len(there) == 2 else () if there else (EVERYTHING, 0, 0, 0)
-        return max(len(there), 1)
-    if isinstance(mask, PrefixLM):
-        codes += (KV_LIMIT, _add(arrays, mask.lengths), 0, 0)
-        codes += (BAND, -UNBOUNDED, 0, 1, EITHER, 0, 0, 0)
-        return 2
-    if isinstance(mask, Segments):
-        codes += (SEGMENTS, _add(arrays, mask.q_ids), _add(arrays, mask.kv_ids), 0)
-    elif isinstance(mask, BlockMap):
-        codes += (BLOCKS, _add(arrays, mask, "bits"), mask.block_q, mask.block_k)
-    elif isinstance(mask, Dense):
-        codes += (DENSE, _add(arrays, mask.mask, "allowed"), 0, 0)
-    else:
-        raise TypeError(f"got a {type(mask).__name__} to encode, expected a mask of this package")
-    return 1
 
 
 def arrays_of(program: Program, library: ArrayLibrary) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.masks import BlockMap, Dense, Mask
+from polyattn.masks import BlockMap, Dense, Mask, Packed
 from polyattn.masks.biases import Bias
 from polyattn.masks.payload import shape_of
 from polyattn.masks.simplify import simplify
@@ -324,8 +324,8 @@ def _sequences(mask: Any) -> Any:
     """Return how many sequences are packed; 1 where no mask says it, which admission refuses."""
     if isinstance(mask, Mask):
         for leaf in mask.leaves():
-            if type(leaf).__name__ == "Packed" and isinstance(leaf.arguments[0], Tensor):
-                return leaf.arguments[0].shape[0] - 1
+            if isinstance(leaf, Packed) and isinstance(leaf.cu_q, Tensor):
+                return leaf.cu_q.shape[0] - 1
     return 1
 
 

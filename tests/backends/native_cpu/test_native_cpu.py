@@ -153,6 +153,17 @@ def test_masks_without_a_program_are_made_dense() -> None:
     compare(lambda attend: ([attend(*arrays(), mask=wide)], ()))
 
 
+@pytest.mark.parametrize("limit", [None, [70, 99]], ids=["no-arrays", "lengths"])
+def test_short_masks_without_a_program_are_made_dense(limit: list[int] | None) -> None:
+    """Such calls have a way that holds only the codes of a mask: these take the longer one."""
+    mask: Any = Window(left=0, right=0)
+    for i in range(1, 20):
+        mask = mask | Window(left=2 * i, right=40 - i)
+    mask = mask if limit is None else mask & Padding(None, torch.tensor(limit))
+    for _ in range(3):
+        compare(lambda attend: ([attend(*arrays(), mask=mask)], ()))
+
+
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
 def test_every_stride(layout: str) -> None:
     q, k, v = arrays()

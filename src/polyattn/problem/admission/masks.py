@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks import BlockMap, Dense, Mask, Or, Packed, Padding, PrefixLM, Segments
+from polyattn.masks import Mask, Or, Packed
 from polyattn.masks.biases import Alibi, Bias
+from polyattn.masks.fits import broadcasts, misfit
+from polyattn.masks.needs import Call
 from polyattn.masks.payload import shape_of
 from polyattn.problem.admission.arrays import ArrayFacts, Front
 
@@ -76,114 +78,25 @@ def check_mask(
     `known` returns a payload as an array, or None where reading its entries is not possible or
     not worth its price; `arange` counts from 0 in the same library.
     """
-    b, n, t, s = lengths.batch, lengths.heads, lengths.q_len, lengths.kv_len
     packed = lengths.layout == "packed"
-    if packed != any(isinstance(leaf, Packed) for leaf in mask.leaves()):
+    leaves = mask.leaves()
+    if packed != any(isinstance(leaf, Packed) for leaf in leaves):
         raise InvalidProblem(
             f'got layout={lengths.layout!r} with mask={mask!r}, expected layout="packed" and '
             "Packed(cu_q, cu_kv) joined with & together, or neither."
         )
-    for leaf in mask.leaves():
-        if isinstance(leaf, Padding):
-            _fits(leaf, leaf.q_lengths, (b,), t if not packed else None, known)
-            _fits(leaf, leaf.kv_lengths, (b,), s if not packed else None, known)
-        elif isinstance(leaf, PrefixLM):
-            _fits(leaf, leaf.lengths, (b,), s if not packed else None, known)
-        elif isinstance(leaf, Segments):
-            for ids, length in ((leaf.q_ids, t), (leaf.kv_ids, s)):
-                if shape_of(ids) not in ((length,), (b, length), (1, length)):
-                    _misfit(leaf, shape_of(ids), f"({length},) or ({b}, {length})")
-        elif isinstance(leaf, Dense):
-            _broadcasts(leaf, shape_of(leaf.mask), (b, n, t, s), packed)
-        elif isinstance(leaf, BlockMap):
-            _check_block_map(leaf, (b, n, t, s), packed, known, arange)
-        elif isinstance(leaf, Packed):
-            _check_packed(leaf, lengths, known)
+    call = Call(lengths.batch, lengths.heads, lengths.q_len, lengths.kv_len, packed, known, arange)
+    for leaf in leaves:
+        if packed and not leaf.packs:
+            _no_sequences(leaf)
+        leaf.check(call)
 
 
-def _fits(
-    leaf: Any, payload: Any, shape: tuple[int, ...], limit: int | None, known: Callable[[Any], Any]
-) -> None:
-    if payload is None:
-        return
-    if shape_of(payload) != shape:
-        _misfit(leaf, shape_of(payload), f"{shape}, one length for each batch entry or sequence")
-    read = known(payload)
-    if read is not None and limit is not None and read.shape[0]:
-        low, high = _ends(read)
-        if low < 0 or high > limit:
-            raise InvalidProblem(
-                f"got {leaf!r} with lengths from {low} to {high}, expected 0 to {limit}."
-            )
-
-
-def _ends(read: Any) -> tuple[int, int]:
-    """Return the smallest and the largest entry; a few are compared sooner than two kernels run."""
-    if read.shape[0] > _FEW:
-        return int(read.min()), int(read.max())
-    entries = read.tolist()
-    return min(entries), max(entries)
-
-
-_FEW = 256
-
-
-def _misfit(leaf: Any, got: Any, expected: str) -> None:
-    raise InvalidProblem(f"got {leaf!r} with an array of shape {got}, expected {expected}.")
-
-
-def _broadcasts(leaf: Any, got: tuple[int, ...], full: tuple[int, ...], packed: bool) -> None:
-    if packed:
-        raise InvalidProblem(
-            f"got {leaf!r} in a packed problem, expected masks that have a meaning within each "
-            "sequence; use Segments, or unpack."
-        )
-    padded = (1,) * (4 - len(got)) + got
-    if len(got) > 4 or any(g not in (1, f) for g, f in zip(padded, full, strict=True)):
-        _misfit(leaf, got, f"broadcastable to (B, N, T, S) = {full}")
-
-
-def _check_block_map(
-    leaf: BlockMap,
-    full: tuple[int, ...],
-    packed: bool,
-    known: Callable[[Any], Any],
-    arange: Callable[[int], Any],
-) -> None:
-    b, n, t, s = full
-    rows, blocks = -(-t // leaf.block_q), -(-s // leaf.block_k)
-    got = shape_of(leaf.counts)
-    if packed or got[0] not in (1, b) or got[1] not in (1, n) or got[2] != rows:
-        _misfit(leaf, got, f"counts ({b}|1, {n}|1, {rows}) for {rows} blocks of queries")
-    indices, counts = known(leaf.indices), known(leaf.counts)
-    if indices is None or counts is None or 0 in counts.shape:
-        return
-    most = indices.shape[-1]
-    if int(counts.min()) < 0 or int(counts.max()) > most:
-        raise InvalidProblem(
-            f"got {leaf!r} with counts from {int(counts.min())} to {int(counts.max())}, expected "
-            f"0 to {most}, the last dim of indices."
-        )
-    meant = arange(most) < counts[..., None]
-    if bool((meant & ((indices < 0) | (indices >= blocks))).any()):
-        raise InvalidProblem(
-            f"got {leaf!r} with a block index outside of 0 to {blocks - 1}, expected indices of "
-            f"blocks of {leaf.block_k} keys out of {s}."
-        )
-
-
-def _check_packed(leaf: Packed, lengths: Lengths, known: Callable[[Any], Any]) -> None:
-    for name, cu, total in (
-        ("cu_q", leaf.cu_q, lengths.q_len),
-        ("cu_kv", leaf.cu_kv, lengths.kv_len),
-    ):
-        read = known(cu)
-        if read is None or not read.shape[0]:
-            continue
-        if int(read[0]) != 0 or int(read[-1]) != total or bool((read[1:] < read[:-1]).any()):
-            raise InvalidProblem(
-                f"got {name}={read.tolist()[:8]}, expected offsets that rise from 0 to {total}."
-            )
+def _no_sequences(owner: Any) -> NoReturn:
+    raise InvalidProblem(
+        f"got {owner!r} in a packed problem, expected masks that have a meaning within each "
+        "sequence; use Segments, or unpack."
+    )
 
 
 def check_bias_shape(bias: Bias, lengths: Lengths) -> None:
@@ -191,9 +104,11 @@ def check_bias_shape(bias: Bias, lengths: Lengths) -> None:
     full = (lengths.batch, lengths.heads, lengths.q_len, lengths.kv_len)
     packed, got = lengths.layout == "packed", shape_of(bias.payload)
     if not isinstance(bias, Alibi):
-        _broadcasts(bias, got, full, packed)
+        if packed:
+            _no_sequences(bias)
+        broadcasts(bias, got, full)
         return
     if got not in (full[1:2], full[:2], (1, full[1])):
-        _misfit(bias, got, f"({full[1]},) or {full[:2]} slopes")
+        misfit(bias, got, f"({full[1]},) or {full[:2]} slopes")
     if packed:
-        _broadcasts(bias, (0,), full, True)
+        _no_sequences(bias)

@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from polyattn.backends.flex.torch.blocks import Blocks, block_cache, build, rows_at_once
 from polyattn.backends.flex.torch.routes import Klass, Result, compiled, eager
 from polyattn.backends.flex.torch.terms import Spec, Terms, bias_rows, sink_rows, token_tables
-from polyattn.masks import Mask
+from polyattn.masks import STATIC_KINDS, Mask
 from polyattn.problem import Problem
 from polyattn.torch.internals import compiles_calls, require_cpp_compiler
 from polyattn.torch.kit.layouts import from_bnth, lse_from_bnt, to_bnth
@@ -202,7 +202,7 @@ def _klass(problem: Problem, spec: Spec, block: tuple[int, int]) -> Klass:
     array in these functions has them in its shape.
     """
     mask, bias = problem.mask, problem.bias_structure
-    long = mask is not None and mask.kinds & _LONG_MASKS
+    long = mask is not None and mask.kinds - _SHORT_MASKS
     symbolic = problem.device == "cpu" and not long and (bias is None or bias.kind != "DenseBias")
     facts = problem.with_(contiguous=True)
     if symbolic:
@@ -210,4 +210,4 @@ def _klass(problem: Problem, spec: Spec, block: tuple[int, int]) -> Klass:
     return Klass(spec, block, facts, symbolic)
 
 
-_LONG_MASKS = frozenset({"BlockMap", "Dense", "Packed", "Segments"})
+_SHORT_MASKS = STATIC_KINDS | {"Padding", "PrefixLM"}  # any other may hold arrays of the lengths

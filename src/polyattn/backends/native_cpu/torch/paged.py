@@ -33,10 +33,13 @@ from polyattn.errors import InvalidProblem, Unsupported
 from polyattn.masks import Causal, Mask
 from polyattn.native import module
 from polyattn.native.forms import isa_for
-from polyattn.native.program import KV_LIMIT, encode
+from polyattn.native.program import KV_LIMIT, dense_program, encode
 from polyattn.problem import Problem
+from polyattn.torch.kit.masking import Dims, materialise
 
 __all__ = ["paged_kernel"]
+
+_CPU = torch.device("cpu")
 
 
 def paged_kernel(problem: Problem, constants: Constants) -> Callable[..., Any]:
@@ -95,14 +98,19 @@ class _Paged:
             self._one(p.batch, p.kv_len, queries, keys, limit, extras, memory(table))
             return out, lse
         program = encode(mask)
-        if program is None:
-            raise InvalidProblem(f"got {mask!r} with paged keys, expected fewer masks joined.")
-        terms, _, _ = terms_of(program.codes, (), layout)
         sizes = (q.element_size(), out.element_size(), 4)
         for b, length in enumerate(lengths.tolist()):
             at = [_entry(x, b, size) for x, size in zip(queries, sizes, strict=True)]
+            codes, arrays = self._dense(mask, length) if program is None else (program.codes, [])
+            terms, _, _ = terms_of(codes, arrays, layout)
             self._one(1, length, at, keys, terms, extras, memory(table[b]))
         return out, lse
+
+    def _dense(self, mask: Mask, kv_len: int) -> tuple[Sequence[int], list[Tensor]]:
+        """Return the program of a mask that has none of its own, for one sequence."""
+        p = self.problem
+        seen = materialise(mask, Dims(1, p.heads, p.kv_heads, p.q_len, kv_len), _CPU)
+        return dense_program(seen).codes, [seen.view(torch.uint8)]
 
     def _one(
         self,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.native_cpu.torch.arguments import memory, program_of, terms_of
-from polyattn.masks import STATIC_KINDS, Padding
-from polyattn.native.program import DENSE, KV_LIMIT, Q_LIMIT, WIDTH, Terms
+from polyattn.backends.native_cpu.torch.arguments import memory, terms_of
+from polyattn.masks import STATIC_KINDS, Mask, Padding
+from polyattn.native.program import KV_LIMIT, Q_LIMIT, WIDTH, Terms, encode
 from polyattn.problem import Problem
 from polyattn.torch.internals import is_lazy_copy
 
@@ -35,7 +35,7 @@ def terms_reader(problem: Problem, layout: str) -> Reader | None:
     """Return ``read(mask, q, k)``: the terms of a call's mask, and the arrays they point into.
 
     None where there are none to read. `read` raises ValueError for lengths that are no plain
-    tensors of the CPU.
+    tensors of the CPU, and for masks that the terms of the kernels cannot tell.
     """
     kinds = frozenset() if problem.mask is None else problem.mask.kinds
     if "Padding" in kinds:
@@ -43,18 +43,35 @@ def terms_reader(problem: Problem, layout: str) -> Reader | None:
     if problem.mask is None or not kinds <= STATIC_KINDS:
         return None
     found: Terms | None = None
+    codes_of = _once()
 
     def read(mask: Any, q: Tensor, k: Tensor) -> tuple[Terms, Any]:
         nonlocal found
         if found is None:
-            found = terms_of(program_of(mask, q, k, layout)[0], (), layout)[0]
+            found = terms_of(codes_of(mask), (), layout)[0]
         return found, None
 
     return read
 
 
+def _once() -> Callable[[Mask], Sequence[int]]:
+    """Return what encodes masks until one has no program; ValueError then and from then on."""
+    unknown = False
+
+    def codes_of(mask: Mask) -> Sequence[int]:
+        nonlocal unknown
+        program = None if unknown else encode(mask)
+        if program is None:
+            unknown = True
+            raise ValueError("a mask whose program is one of booleans")
+        return program.codes
+
+    return codes_of
+
+
 def _lengths_reader(layout: str) -> Reader:
     template: list[tuple[int, ...]] | None = None
+    codes_of = _once()
     places: list[int] = []
 
     def read(mask: Any, q: Tensor, k: Tensor) -> tuple[Terms, Any]:
@@ -67,7 +84,7 @@ def _lengths_reader(layout: str) -> Reader:
             if x is not None
         ]
         if template is None:
-            codes, _ = program_of(mask, q, k, layout)
+            codes = codes_of(mask)
             places = _places(codes)
             template = list(terms_of(codes, arrays, layout)[0])
         terms = template.copy()
@@ -82,8 +99,6 @@ def _places(codes: Sequence[int]) -> list[int]:
     """Return which terms hold a length's place, in the order of the arrays."""
     kinds, arrays = codes[::WIDTH], codes[1::WIDTH]
     limits = [at for at, kind in enumerate(kinds) if kind in (KV_LIMIT, Q_LIMIT)]
-    if len(limits) != sum(kind in (KV_LIMIT, Q_LIMIT, DENSE) for kind in kinds):
-        raise ValueError("a mask whose program is one of booleans")
     return sorted(limits, key=lambda at: arrays[at])
 
 
