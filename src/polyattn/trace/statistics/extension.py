@@ -27,9 +27,9 @@ def load(protocol: str = "") -> ModuleType:
     for name, wanted in expected.items():
         if (got := built.get(name)) != wanted:
             error = MissingDependency(
-                f"got native CPU kernels that were built from other sources than this polyattn: "
-                f"their {name.replace('_', ' ')} is {got!r}, expected {wanted!r}. Traces are "
-                f"recorded without them, slower. To have them: {module.how_to_build()}."
+                f"got native CPU kernels that were built from other sources than this polyattn "
+                f"({name} {got!r}, expected {wanted!r}), so traces are recorded without them, "
+                f"slower. To have them: {module.how_to_build()}."
             )
             logger.warning("%s", error)
             raise error
