@@ -17,6 +17,7 @@
 #include "reader.h"
 #include "statistics/statistics.h"
 #include "threads.h"
+#include "trace_protocol.h"
 #include "unlocked.h"
 
 namespace nb = nanobind;
@@ -105,6 +106,9 @@ nb::dict build() {
   facts["compiler"] = compiler();
   facts["compiled"] = names(compiled());
   facts["version"] = POLYATTN_VERSION;
+  facts["statistics"] = kLayout;
+  facts["statistics_width"] = static_cast<int>(kFields);
+  facts["trace_protocol"] = kTraceProtocol;
   return facts;
 }
 
@@ -138,10 +142,10 @@ NB_MODULE(_native, m) {
   m.def(
       "isas", [] { return polyattn::names(polyattn::available()); },
       "Instruction sets that this processor runs, best first.");
-  m.def("build", &polyattn::build, "Compiler, compiled instruction sets, version.");
+  m.def("build", &polyattn::build, "Compiler, compiled instruction sets, version, what traces are made of.");
   polyattn::add_attention(m);
   m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a, "sizes"_a,
-        "strides"_a, "out"_a, "85 float64 numbers of a tensor: see native/src/statistics/statistics.h.");
+        "strides"_a, "out"_a, "The numbers of a tensor, a row of them: see native/src/statistics/fields.h.");
   polyattn::add_door(m);
   polyattn::add_trace_lines(m);
   polyattn::add_trace_record(m);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "module_parts.h"
+#include "trace_protocol.h"
 #include "unlocked.h"
 
 namespace nb = nanobind;
@@ -13,22 +14,7 @@ namespace nb = nanobind;
 namespace polyattn {
 namespace {
 
-// The places in an event: polyattn.trace.recorders.torch.lines.Event.
-enum Place {
-  kSeq,
-  kHead,
-  kCall,
-  kStep,
-  kPhase,
-  kPath,
-  kShape,
-  kDtype,
-  kRows,
-  kSlot,
-  kSame,
-  kExtra,
-  kPlaces = 13
-};
+using namespace trace_event;  // its places
 
 // Few lines are written sooner than others could have been given the interpreter's lock.
 constexpr size_t kWorthReleasing = 16;
@@ -69,7 +55,7 @@ TraceLines::TraceLines(const nb::list& fields, bool samples, bool sketch, std::s
   for (nb::handle one : fields) {
     const nb::tuple pair = nb::cast<nb::tuple>(one);
     const int place = nb::cast<int>(pair[1]);
-    if (place < 0 || place >= kSample) throw nb::value_error("fields: expected places of 0 to 12");
+    if (place < 0 || place >= kSample) throw nb::value_error("fields: expected places before the samples");
     chosen_.fields.emplace_back(nb::cast<std::string>(pair[0]), place);
   }
   chosen_.samples = samples;
@@ -136,17 +122,17 @@ void TraceLines::read_blocks(const nb::list& blocks) {
   blocks_.clear();
   for (nb::handle one : blocks) {
     const nb::tuple block = nb::cast<nb::tuple>(one);
-    const auto address = static_cast<intptr_t>(nb::cast<int64_t>(block[1]));
-    blocks_.push_back(
-        {block[0].ptr(), reinterpret_cast<const double*>(address), nb::cast<int64_t>(block[2])});
+    const auto address = static_cast<intptr_t>(nb::cast<int64_t>(block[trace_block::kAddress]));
+    blocks_.push_back({block[trace_block::kRows].ptr(), reinterpret_cast<const double*>(address),
+                       nb::cast<int64_t>(block[trace_block::kUsed])});
   }
 }
 
 void TraceLines::read(PyObject* event) {
   if (!PyTuple_Check(event) || PyTuple_GET_SIZE(event) != kPlaces) {
-    throw nb::type_error("events: expected tuples of 13");
+    throw nb::type_error("events: expected tuples as native_protocol.py says");
   }
-  const auto at = [event](Place place) { return PyTuple_GET_ITEM(event, place); };
+  const auto at = [event](int place) { return PyTuple_GET_ITEM(event, place); };
   Line line;
   line.seq = integer(at(kSeq));
   line.begin = texts_.size();

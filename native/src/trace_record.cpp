@@ -21,33 +21,12 @@
 #include "module_parts.h"
 #include "statistics/statistics.h"
 #include "trace_lines.h"
+#include "trace_protocol.h"
 
 namespace nb = nanobind;
 
 namespace polyattn {
 namespace {
-
-// Where things are asked of a tensor; made once.
-struct Names {
-  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
-  PyObject* direct_to = PyUnicode_InternFromString("direct_to");
-  PyObject* dtype = PyUnicode_InternFromString("dtype");
-  PyObject* events = PyUnicode_InternFromString("events");
-  PyObject* first = PyUnicode_InternFromString("first");
-  PyObject* isa = PyUnicode_InternFromString("isa");
-  PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
-  PyObject* is_inference = PyUnicode_InternFromString("is_inference");
-  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
-  PyObject* is_nested = PyUnicode_InternFromString("is_nested");
-  PyObject* layout = PyUnicode_InternFromString("layout");
-  PyObject* rows = PyUnicode_InternFromString("rows");
-  PyObject* seen = PyUnicode_InternFromString("seen");
-  PyObject* shape = PyUnicode_InternFromString("shape");
-  PyObject* size = PyUnicode_InternFromString("size");
-  PyObject* stride = PyUnicode_InternFromString("stride");
-  PyObject* used = PyUnicode_InternFromString("used");
-  PyObject* version = PyUnicode_InternFromString("_version");
-};
 
 nb::object taken(PyObject* made) {
   if (made == nullptr) throw nb::python_error();
@@ -126,8 +105,9 @@ class TraceRecord {
     if (!unversioned) {
       if (PyObject* hit = PyDict_GetItemWithError(to.seen.ptr(), id.ptr())) {
         const nb::tuple known = nb::cast<nb::tuple>(nb::handle(hit));
-        const bool same = refers(known[0], t) && integer(known[1]) == integer(version);
-        if (same) return add_same(to, path, known[2].ptr()), true;
+        const bool same =
+            refers(known[trace_seen::kTensor], t) && integer(known[trace_seen::kVersion]) == integer(version);
+        if (same) return add_same(to, path, known[trace_seen::kSeq].ptr()), true;
       } else if (PyErr_Occurred() != nullptr) {
         throw nb::python_error();
       }
@@ -155,7 +135,8 @@ class TraceRecord {
     }
     if (!unversioned) {
       const nb::object ref = taken(PyWeakref_NewRef(t.ptr(), nullptr));
-      const nb::object entry = taken(PyTuple_Pack(4, ref.ptr(), version.ptr(), seq.ptr(), Py_None));
+      const nb::object entry =
+          taken(PyTuple_Pack(trace_seen::kPlaces, ref.ptr(), version.ptr(), seq.ptr(), Py_None));
       if (PyDict_SetItem(to.seen.ptr(), id.ptr(), entry.ptr()) != 0) throw nb::python_error();
     }
     return true;
@@ -249,7 +230,7 @@ class TraceRecord {
       if (took <= 0) {
         const int error = took < 0 ? errno : EIO;
         --written_;
-        sink_.attr("cut_off")(error, nb::bytes(text.data(), text.size()), done);
+        sink_.attr(nb::handle(names_.cut_off))(error, nb::bytes(text.data(), text.size()), done);
         return;
       }
       done += static_cast<size_t>(took);
@@ -261,15 +242,28 @@ class TraceRecord {
                  int64_t slot, PyObject* same) const {
     const auto or_none = [](PyObject* value) { return value == nullptr ? Py_None : value; };
     const nb::object seq = taken(PyObject_CallNoArgs(next_seq_.ptr()));
-    const nb::object event = taken(PyTuple_Pack(
-        13, seq.ptr(), to.place[0].ptr(), to.place[1].ptr(), to.place[2].ptr(), to.place[3].ptr(), path.ptr(),
-        or_none(shape), or_none(dtype), or_none(rows), nb::int_(slot).ptr(), same, Py_None, Py_None));
+    const nb::int_ row(slot);
+    PyObject* places[trace_event::kPlaces];
+    for (PyObject*& place : places) place = Py_None;
+    places[trace_event::kSeq] = seq.ptr();
+    places[trace_event::kHead] = to.place[0].ptr();
+    places[trace_event::kCall] = to.place[1].ptr();
+    places[trace_event::kStep] = to.place[2].ptr();
+    places[trace_event::kPhase] = to.place[3].ptr();
+    places[trace_event::kPath] = path.ptr();
+    places[trace_event::kShape] = or_none(shape);
+    places[trace_event::kDtype] = or_none(dtype);
+    places[trace_event::kRows] = or_none(rows);
+    places[trace_event::kSlot] = row.ptr();
+    places[trace_event::kSame] = same;
+    const nb::object event = taken(PyTuple_New(trace_event::kPlaces));
+    for (int i = 0; i < trace_event::kPlaces; ++i) PyTuple_SET_ITEM(event.ptr(), i, Py_NewRef(places[i]));
     const nb::object events = get(to.lane, names_.events);  // asked for late: they may have gone
     if (PyList_Append(events.ptr(), event.ptr()) != 0) throw nb::python_error();
     return seq;
   }
 
-  const Names names_;
+  const Attributes names_;
   nb::object tensor_;
   nb::dict elements_;
   nb::object strided_, device_, threads_, next_seq_, kept_lines_, sink_;

@@ -18,7 +18,7 @@ namespace polyattn {
 // Numbers 0 .. kEntries - 1 by hash, each in one chain at most.
 class Chains {
  public:
-  static constexpr int32_t kEntries = 4096;
+  static constexpr int32_t kEntries = kRemembered;
 
   void add(int32_t entry, uint64_t hash);
   void remove(int32_t entry, uint64_t hash);
@@ -26,7 +26,7 @@ class Chains {
   int32_t next(int32_t entry) const { return next_[entry] - 1; }
 
  private:
-  static constexpr uint64_t kHeads = 8192;
+  static constexpr uint64_t kHeads = 2 * kEntries;
 
   int32_t heads_[kHeads], next_[kEntries];  // entry + 1; 0 ends a chain
 };
@@ -36,10 +36,10 @@ class Earlier {
   Earlier();
 
   // The seq of an earlier line with the same shape, dtype and numbers, or -1; then `seq` is the
-  // first to have them. The latest 4096 tensors are remembered, of the rest those asked for last.
+  // first to have them. The latest kEntries tensors are remembered, of the rest those asked for last.
   int64_t find(int64_t seq, std::string_view shape, std::string_view dtype, const double* row);
 
-  // The line that has the numbers that line `seq` refers to; the latest 4096 are known.
+  // The line that has the numbers that line `seq` refers to; the latest kEntries are known.
   int64_t first(int64_t seq) const;
 
  private:

@@ -6,12 +6,6 @@
 #include <cstring>
 
 namespace polyattn {
-namespace {
-
-constexpr int kCounts = kMin;  // the fields that are counts
-constexpr double kLeastPlain = 0x1p-64, kMostPlain = 0x1p127;
-
-}  // namespace
 
 void append_number(std::string& out, double x) {
   char text[32];

@@ -30,7 +30,7 @@ struct Chosen {
   bool any() const { return samples || sketch || !fields.empty(); }
 };
 
-// Appends the statistics of a plain row, `"n":4,...`; the first five fields are counts.
+// Appends the statistics of a plain row, `"n":4,...`; the first kCounts fields are integers.
 void append_statistics(std::string& out, const Chosen& chosen, const double* row);
 
 }  // namespace polyattn

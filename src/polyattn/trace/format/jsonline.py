@@ -6,13 +6,13 @@ Faster than `json.dumps` on records, because floats are written with as many dig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from json.encoder import encode_basestring_ascii as quoted
+from json.encoder import encode_basestring_ascii
 from math import isfinite
 from typing import Any
 
 from polyattn.errors import TraceError
 
-__all__ = ["compact", "exact"]
+__all__ = ["compact", "exact", "quoted"]
 
 _DEPTH = 24
 
@@ -38,15 +38,20 @@ def exact(value: Mapping[str, Any]) -> str:
 _Scalars = Mapping[type, Callable[[Any], str]]
 
 
-def _text(value: str) -> str:
-    if not value.isascii():  # half a character, as in a file name that is no UTF-8, becomes "?"
+def quoted(value: str) -> str:
+    r"""Return a text as JSON; half a character, as in a file name that is no UTF-8, becomes ``?``.
+
+    >>> quoted("ä" + chr(0xD800))
+    '"\\u00e4?"'
+    """
+    if not value.isascii():
         value = value.encode("utf-8", "replace").decode("utf-8")
-    return quoted(value)
+    return encode_basestring_ascii(value)
 
 
 _SCALARS: dict[type, Callable[[Any], str]] = {
     int: int.__repr__,
-    str: _text,
+    str: quoted,
     bool: lambda value: "true" if value else "false",
     type(None): lambda value: "null",
 }
@@ -59,7 +64,7 @@ def _table(value: Mapping[Any, Any], scalars: _Scalars, depth: int) -> str:
     for name, one in value.items():
         write = scalars.get(type(one))
         text = write(one) if write else _nested(one, scalars, depth - 1)
-        parts.append(f"{_text(str(name))}:{text}")
+        parts.append(f"{quoted(str(name))}:{text}")
     return "{" + ",".join(parts) + "}"
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polyattn.errors import TraceError
 from polyattn.trace.format.contents import Trace
-from polyattn.trace.format.record import MOMENTS, STATISTICS, Record
+from polyattn.trace.format.record import Record
+from polyattn.trace.statistics.schema import LARGEST, SCHEMA, SORTS, STATISTICS, Parts
 from polyattn.trace.statistics.sketch_text import pack, unpack
 
 __all__ = ["files_of", "join", "merge"]
-
-_LARGEST = math.ldexp(1.0 - 2.0**-53, 1024)
 
 
 def files_of(path: str | Path) -> list[Path]:
@@ -153,7 +152,7 @@ def join(parts: Sequence[Record]) -> Record | None:
 
 def _counts(parts: Sequence[Record]) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
-    for name in ("nan", "pinf", "ninf", "zero"):
+    for name in SORTS:
         values = [getattr(part, name) for part in parts]
         found[name] = None if None in values else sum(values)
     return found
@@ -163,35 +162,38 @@ def _moments(parts: Sequence[Record]) -> dict[str, float | None]:
     """Of all parts, weighted by their finite elements; None where a part did not collect it."""
     finite = [part.n - part.bad if part.bad is not None else None for part in parts]
     some = [(part, count) for part, count in zip(parts, finite, strict=True) if count != 0]
-    known = {
-        name: bool(some) and all(getattr(part, name) is not None for part, _ in some)
-        for name in MOMENTS
-    }
-    found: dict[str, float | None] = dict.fromkeys(MOMENTS)
-
-    def of(name: str) -> list[float]:
-        return [getattr(part, name) for part, _ in some]
-
-    if known["min"]:
-        found["min"] = min(of("min"))
-    if known["max"]:
-        found["max"] = max(of("max"))
-    if known["sum"]:
-        found["sum"] = _held(sum(of("sum")))
-    if known["l1"]:
-        found["l1"] = _held(sum(of("l1")))
-    if known["l2"]:
-        found["l2"] = _held(math.hypot(*of("l2")))
-    if None in finite:
-        return found
-    total = sum(count or 0 for count in finite)
-    shares = [(count or 0) / total for _, count in some]
-    for name in ("mean", "abs_mean"):
-        if known[name]:
-            found[name] = sum(s * value for s, value in zip(shares, of(name), strict=True))
-    if known["std"] and (mean := found["mean"]) is not None:
-        found["std"] = _held(math.hypot(*_spreads(shares, of("std"), of("mean"), mean)))
+    total = None if None in finite else sum(count or 0 for count in finite)
+    shares = [(count or 0) / total for _, count in some] if total else None
+    means = [part.mean for part, _ in some]
+    found: dict[str, float | None] = {}
+    for row in SCHEMA:
+        if row.kind == "moment":
+            values = [getattr(part, row.name) for part, _ in some]
+            known = bool(values) and None not in values
+            found[row.name] = _joined(row.parts, values, means, shares) if known else None
     return found
+
+
+def _joined(
+    how: Parts, values: list[float], means: list[float | None], shares: list[float] | None
+) -> float | None:
+    """A moment of the whole; `means` and `shares` of the finite elements are None if unknown."""
+    if how in _PLAINLY:
+        return _held(_PLAINLY[how](values))
+    if shares is None:
+        return None
+    if how == "mean":
+        return sum(share * value for share, value in zip(shares, values, strict=True))
+    own = [mean for mean in means if mean is not None]
+    if how != "deviation" or len(own) < len(means):
+        return None
+    mean = sum(share * one for share, one in zip(shares, own, strict=True))
+    return _held(math.hypot(*_spreads(shares, values, own, mean)))
+
+
+_PLAINLY: dict[Parts, Callable[[list[float]], float]] = {
+    "sum": sum, "smallest": min, "largest": max, "norm": lambda values: math.hypot(*values),
+}  # fmt: skip
 
 
 def _spreads(
@@ -206,4 +208,4 @@ def _held(value: float) -> float:
     """A sum that passes the range of float64 is its largest number, as in statistics."""
     if math.isnan(value):  # an infinite sum of one sign met one of the other
         return 0.0
-    return max(-_LARGEST, min(_LARGEST, value))
+    return max(-LARGEST, min(LARGEST, value))

@@ -15,6 +15,13 @@ from polyattn.errors import TraceError
 from polyattn.trace.format import field_checks as checks
 from polyattn.trace.format.field_checks import Malformed
 from polyattn.trace.format.jsonline import compact, exact
+from polyattn.trace.statistics.schema import (
+    DEFAULT_STATISTICS,
+    MOMENTS,
+    SORTS,
+    STATISTICS,
+    Statistics,
+)
 from polyattn.trace.statistics.sketch_text import unpack
 
 if TYPE_CHECKING:
@@ -22,8 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "DEFAULT_STATISTICS", "MOMENTS", "PHASES", "STATISTICS", "UNKNOWN", "Record", "line_of",
-    "parse_record",
+    "DEFAULT_STATISTICS", "MOMENTS", "PHASES", "STATISTICS", "UNKNOWN", "WIDE", "Record",
+    "line_of", "parse_record",
 ]  # fmt: skip
 
 UNKNOWN = "unknown"
@@ -31,20 +38,14 @@ UNKNOWN = "unknown"
 
 PHASES = ("in", "out", "grad_in", "grad_out", "param")
 
-_COUNTS = ("nan", "pinf", "ninf", "zero")
-MOMENTS = ("min", "max", "sum", "mean", "std", "abs_mean", "l1", "l2")
-STATISTICS = ("shape", "dtype", "n", *_COUNTS, *MOMENTS, "samples", "sketch")
-"""What `same` stands for: the fields that an identical tensor has alike."""
-
-DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "sum")
-"""What is recorded where nothing is asked for; the mean and the counts say the sum."""
+WIDE = frozenset({"float64", "complex128", "int64", "uint64", "longdouble", "float128"})
+"""Dtypes whose numbers are written with all their digits."""
 
 _PLACED = ("global_shape", "start", "partial")
-_WIDE = frozenset({"float64", "complex128", "int64", "uint64", "longdouble", "float128"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(Statistics):
     """One line of a trace; see ``docs/trace-format.md`` for each field.
 
     `errors`: what the statistics that could not be computed said, by name. `extra`: what this
@@ -59,23 +60,6 @@ class Record:
     call: int = 0
     step: int | None = None
     rank: int = 0
-    shape: tuple[int, ...]
-    dtype: str
-    n: int
-    nan: int | None = None
-    pinf: int | None = None
-    ninf: int | None = None
-    zero: int | None = None
-    min: float | None = None
-    max: float | None = None
-    sum: float | None = None
-    mean: float | None = None
-    std: float | None = None
-    abs_mean: float | None = None
-    l1: float | None = None
-    l2: float | None = None
-    samples: tuple[float | None, ...] | None = None
-    sketch: str | None = None
     same: int | None = None
     global_shape: tuple[int, ...] | None = None
     start: tuple[int, ...] | None = None
@@ -130,7 +114,11 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-_NAMES = tuple(one.name for one in fields(Record) if one.name != "extra")
+_OF = ("seq", "module", "phase", "tensor", "cls", "call", "step", "rank")
+_NAMES = (
+    *_OF,
+    *(one.name for one in fields(Record) if one.name not in _OF and one.name != "extra"),
+)
 _DEFAULTS = frozenset({"cls", "rank", "partial", "forced", "form", "errors"})
 _KNOWN = frozenset(_NAMES)
 
@@ -140,7 +128,7 @@ def line_of(record: Mapping[str, Any]) -> str:
 
     9 digits hold every float32; records of float64, complex128 and 64-bit integers have all 17.
     """
-    return (exact if record.get("dtype") in _WIDE else compact)(record)
+    return (exact if record.get("dtype") in WIDE else compact)(record)
 
 
 def parse_record(raw: Mapping[str, Any], same: Mapping[int, Record] | None = None) -> Record:
@@ -188,10 +176,10 @@ def _take_statistics(raw: Mapping[str, Any], values: dict[str, Any]) -> None:
     values["n"] = checks.integer(raw.get("n", size), "n")
     if values["n"] != size:
         raise Malformed(f"n {values['n']} for the shape {list(values['shape'])} ({size} elements)")
-    for name in _COUNTS:
+    for name in SORTS:
         if raw.get(name) is not None:
             values[name] = checks.integer(raw[name], name)
-    if sum(values.get(name) or 0 for name in _COUNTS) > size:
+    if sum(values.get(name) or 0 for name in SORTS) > size:
         raise Malformed(f"more NaN, infinite and zero elements than its {size}")
     for name in MOMENTS:
         if name in raw:

@@ -17,13 +17,11 @@ from typing import Any, Self
 from polyattn.errors import TraceError
 from polyattn.trace.format.header import Header
 from polyattn.trace.format.output import rank_path
-from polyattn.trace.format.record import PHASES, STATISTICS
+from polyattn.trace.format.record import PHASES
 from polyattn.trace.format.sink import JsonlSink
+from polyattn.trace.statistics.schema import REMEMBERED, STATISTICS
 
 __all__ = ["TraceWriter"]
-
-_REMEMBERED = 4096
-"""Latest tensors among which an identical one is looked for."""
 
 _UNSET: Any = object()
 
@@ -158,7 +156,7 @@ class TraceWriter:
             self._seen.move_to_end(key)
             return {"same": earlier}
         self._seen[key] = self._next
-        if len(self._seen) > _REMEMBERED:
+        if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         return found
 

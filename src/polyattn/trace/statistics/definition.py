@@ -15,11 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from polyattn.errors import TraceError
 from polyattn.trace.statistics import sketch as sketches
+from polyattn.trace.statistics.schema import DEFAULT_STATISTICS, MOMENTS, SAMPLED
 from polyattn.trace.statistics.values import CHUNK, LARGEST, as_array, chunks, dtype_name, row
 
-__all__ = ["SAMPLES", "sample_index", "statistics"]
+__all__ = ["sample_index", "statistics"]
 
-SAMPLES = 8
 _SAFE = 400
 """Squares of numbers from 2**-400 to 2**400, and sums of them, stay within float64."""
 
@@ -31,7 +31,7 @@ def statistics(
     global_shape: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a record that describe an array, ready for JSON, without `sum`.
+    """Return the fields of a record that describe an array by default, ready for JSON.
 
     `global_shape` and `start`: where the array is one box of a larger tensor, that tensor's shape
     and the box's first index in each dimension. They place the sketch, and are in the result;
@@ -53,11 +53,11 @@ def statistics(
         slices = [slice(a, a + n) for a, n in zip(first, shape, strict=True)]
         index = sketches.flat_index(whole, slices)
     values = row(found)
-    result |= _counts(values)
-    result |= _moments(values, result)
-    result["samples"] = [_sample(values[i]) for i in sample_index(values.size)]
-    result["sketch"] = sketches.encode(sketches.sketch(found, index=index))
-    return result
+    counts, extremes = _counts(values)
+    numbers = counts | _moments(values, counts, extremes)
+    numbers["samples"] = [_sample(values[i]) for i in sample_index(values.size)]
+    numbers["sketch"] = sketches.encode(sketches.sketch(found, index=index))
+    return result | {name: numbers[name] for name in DEFAULT_STATISTICS if name not in result}
 
 
 def sample_index(n: int) -> list[int]:
@@ -66,7 +66,7 @@ def sample_index(n: int) -> list[int]:
     >>> sample_index(71), sample_index(2), sample_index(0)
     ([0, 10, 20, 30, 40, 50, 60, 70], [0, 0, 0, 0, 0, 0, 0, 1], [])
     """
-    return [i * (n - 1) // (SAMPLES - 1) for i in range(SAMPLES)] if n else []
+    return [i * (n - 1) // (SAMPLED - 1) for i in range(SAMPLED)] if n else []
 
 
 def _box(
@@ -92,7 +92,8 @@ def _blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
         yield chunk if finite.all() else chunk[finite]
 
 
-def _counts(values: NDArray[Any]) -> dict[str, Any]:
+def _counts(values: NDArray[Any]) -> tuple[dict[str, Any], tuple[float, float]]:
+    """The counts, and the smallest and the largest finite element."""
     nan = pinf = ninf = zero = 0
     low, high = math.inf, -math.inf
     for chunk in chunks(values, 16 * CHUNK):
@@ -106,16 +107,18 @@ def _counts(values: NDArray[Any]) -> dict[str, Any]:
             zero += int(chunk.size - np.count_nonzero(chunk))
             low, high = min(low, float(chunk.min())), max(high, float(chunk.max()))
     counts = {"n": int(values.size), "nan": nan, "pinf": pinf, "ninf": ninf, "zero": zero}
-    some = low <= high
-    return counts | {"min": low if some else None, "max": high if some else None}
+    return counts, (low, high)
 
 
-def _moments(values: NDArray[Any], counts: dict[str, Any]) -> dict[str, float | None]:
+def _moments(
+    values: NDArray[Any], counts: dict[str, Any], extremes: tuple[float, float]
+) -> dict[str, Any]:
     """Mean and the like, in two passes over values that are scaled where squares need it."""
     finite = counts["n"] - counts["nan"] - counts["pinf"] - counts["ninf"]
     if not finite:
-        return dict.fromkeys(("mean", "std", "abs_mean", "l1", "l2"))
-    exponent = math.frexp(max(abs(counts["min"]), abs(counts["max"])))[1]
+        return dict.fromkeys(MOMENTS)
+    low, high = extremes
+    exponent = math.frexp(max(abs(low), abs(high)))[1]
     scale = -exponent if abs(exponent) > _SAFE else 0
     total = absolute = square = spread = 0.0
     for block in _scaled(values, scale):
@@ -126,11 +129,12 @@ def _moments(values: NDArray[Any], counts: dict[str, Any]) -> dict[str, float | 
     for block in _scaled(values, scale):
         block -= mean
         spread += float(np.dot(block, block))
-    found = {
-        "mean": mean, "std": math.sqrt(spread / finite),
+    scaled = {
+        "sum": total, "mean": mean, "std": math.sqrt(spread / finite),
         "abs_mean": absolute / finite, "l1": absolute, "l2": math.sqrt(square),
     }  # fmt: skip
-    return {name: _unscaled(value, scale) for name, value in found.items()}
+    found = {name: _unscaled(value, scale) for name, value in scaled.items()}
+    return found | {"min": low, "max": high}
 
 
 def _scaled(values: NDArray[Any], scale: int) -> Iterator[NDArray[np.float64]]:

@@ -14,13 +14,13 @@ import struct
 from collections.abc import Sequence
 
 from polyattn.errors import TraceError
+from polyattn.trace.statistics.schema import BUCKETS, LARGEST, LEAST_PLAIN, MOST_PLAIN
 
 __all__ = ["BUCKETS", "pack", "unpack"]
 
-BUCKETS = 64
+_LETTERS = 4 * math.ceil(4 * BUCKETS / 3)
 _FLOATS = struct.Struct(f"<{BUCKETS}f")
-_TEXT = re.compile(r"(?:(-?[0-9]{1,4}):)?([A-Za-z0-9+/=]{344})")
-_PLAIN = (2.0**-64, 2.0**127)
+_TEXT = re.compile(rf"(?:(-?[0-9]{{1,4}}):)?([A-Za-z0-9+/=]{{{_LETTERS}}})")
 _EXPONENTS = range(-1200, 1100)
 
 
@@ -35,7 +35,7 @@ def pack(buckets: Sequence[float]) -> str:
     if len(buckets) != BUCKETS or not all(map(math.isfinite, buckets)):
         raise TraceError(f"got a sketch {buckets!r:.80}, expected {BUCKETS} finite numbers.")
     largest = max(map(abs, buckets))
-    if largest == 0 or _PLAIN[0] <= largest < _PLAIN[1]:
+    if largest == 0 or LEAST_PLAIN <= largest < MOST_PLAIN:
         return base64.b64encode(_FLOATS.pack(*buckets)).decode("ascii")
     exponent = math.frexp(largest)[1]
     scaled = _FLOATS.pack(*(_scale(value, -exponent) for value in buckets))
@@ -64,7 +64,4 @@ def _scale(value: float, exponent: int) -> float:
     try:
         return math.ldexp(value, exponent)
     except OverflowError:
-        return math.copysign(_LARGEST, value)
-
-
-_LARGEST = math.ldexp(1.0 - 2.0**-53, 1024)
+        return math.copysign(LARGEST, value)

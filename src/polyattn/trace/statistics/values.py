@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyattn.errors import TraceError
+from polyattn.trace.statistics.schema import LARGEST
 
 __all__ = ["CHUNK", "LARGEST", "as_array", "chunks", "dtype_name", "row"]
 
 CHUNK = 1 << 16
 """Elements converted to float64 at a time: they stay in the processor's cache."""
-
-LARGEST = float(np.finfo(np.float64).max)
 
 
 def as_array(array: Any) -> NDArray[Any]:

@@ -20,6 +20,7 @@ from polyattn.hooks import trace as torch_trace
 from polyattn.trace import read
 from polyattn.trace.compare import compare
 from polyattn.trace.recorders.jax import tap, trace
+from polyattn.trace.statistics.schema import STATISTICS
 
 HEADS, WIDTH, EPS = 4, 16, 1e-6
 RULES = {
@@ -135,7 +136,6 @@ def test_the_numbers_are_those_of_a_torch_trace_to_the_last_bit(tmp_path: Path, 
     with trace(tmp_path / "jax"):
         jax.jit(lambda x: tap(x, "", "in"))(jnp.asarray(values).astype(dtype))
     one, other = (read(tmp_path / name).records[0] for name in ("torch", "jax"))
-    names = ("n", "zero", "min", "max", "mean", "std", "abs_mean", "l1", "l2", "samples", "sketch")
-    assert {name: getattr(one, name) for name in names} == {
-        name: getattr(other, name) for name in names
+    assert {name: getattr(one, name) for name in STATISTICS} == {
+        name: getattr(other, name) for name in STATISTICS
     }

@@ -15,6 +15,7 @@ from polyattn.trace.recorders.torch.device_rows import RowPool
 from polyattn.trace.recorders.torch.full_tensors import TensorFolder
 from polyattn.trace.recorders.torch.lines import Lines, head_of
 from polyattn.trace.recorders.torch.tensor_statistics import native_module
+from polyattn.trace.statistics.schema import PLACES
 
 pytestmark = pytest.mark.skipif(native_module() is None, reason="the extension is not built")
 
@@ -131,7 +132,7 @@ def test_an_event_without_a_line_takes_no_earlier_one_with_it(tmp_path) -> None:
 
 def test_events_that_are_none_are_refused() -> None:
     built = native_module()
-    lines = built.TraceLines([("mean", 8)], False, False, "", frozenset(), str, str)
+    lines = built.TraceLines([("mean", PLACES["mean"])], False, False, "", frozenset(), str, str)
     ok = (0, "h", 0, None, "in", "p", torch.Size([1]), torch.float32, None, 0, None, None, None)
     assert lines.of([ok], []).endswith(b'"shape":[1],"dtype":"float32"}\n')
     for wrong in ([1], [ok[:5]], [(*ok[:8], object(), *ok[9:])], [("x", *ok[1:])]):
@@ -141,7 +142,7 @@ def test_events_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="slot"):  # no row outside its block is read
         lines.of([(*ok[:8], rows, 5, *ok[10:])], [(rows, 0, 5)])
     with pytest.raises(ValueError, match="fields"):
-        built.TraceLines([("mean", 13)], False, False, "", frozenset(), str, str)
+        built.TraceLines([("mean", PLACES["samples"])], False, False, "", frozenset(), str, str)
     assert lines.of([ok], [])  # and it goes on
 
 

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from polyattn.trace.recorders.jax.sign_words import sign_words
-from polyattn.trace.statistics.definition import SAMPLES, sample_index
+from polyattn.trace.statistics.definition import sample_index
+from polyattn.trace.statistics.schema import BUCKETS, SAMPLED, SORTS
 
 __all__ = ["FLOATS", "WORDS", "supported", "vector"]
 
-_LANES, _BLOCK = 64, 16
-WORDS = 5
-"""Integers before the floats of the vector: NaN, +infinity, -infinity, zeros, the exponent."""
+_LANES, _BLOCK = BUCKETS, 16
+WORDS = len(SORTS) + 1
+"""Integers before the floats of the vector: a count for each sort of elements, and the exponent."""
 FLOATS = (("min", 1), ("max", 1), ("shift", 1), ("sum", 1), ("absolute", 1), ("spread", 1),
-          ("samples", SAMPLES), ("sketch", _LANES))  # fmt: skip
+          ("samples", SAMPLED), ("sketch", _LANES))  # fmt: skip
 """What follows, and how many numbers each is; each number is two floats that are added."""
 
 _Two = tuple[Array, Array]
@@ -39,14 +40,12 @@ def vector(x: Array) -> Array:
     flat = _real_row(x)
     high, low = _split(flat)
     finite = jnp.isfinite(high)
-    counts = jnp.stack(
-        [
-            jnp.isnan(high).sum(dtype=jnp.uint32),
-            (high == jnp.inf).sum(dtype=jnp.uint32),
-            (high == -jnp.inf).sum(dtype=jnp.uint32),
-            _zeros(flat, high),
-        ]
-    )
+    counts = {
+        "nan": jnp.isnan(high).sum(dtype=jnp.uint32),
+        "pinf": (high == jnp.inf).sum(dtype=jnp.uint32),
+        "ninf": (high == -jnp.inf).sum(dtype=jnp.uint32),
+        "zero": _zeros(flat, high),
+    }
     least, most = _extremes(flat, high, finite)
     exponent = _exponent(least, most)
     scale = _power(-exponent, high.dtype)
@@ -69,7 +68,8 @@ def vector(x: Array) -> Array:
     }  # fmt: skip
     floats = [_filled(found[name], size) for name, size in FLOATS]
     bits = lax.bitcast_convert_type(jnp.concatenate(floats), jnp.int32).reshape(-1)
-    whole = lax.bitcast_convert_type(counts, jnp.int32)
+    sorts = jnp.stack([counts[name] for name in SORTS])
+    whole = lax.bitcast_convert_type(sorts, jnp.int32)
     return jnp.concatenate([whole, exponent.reshape(1), bits])
 
 

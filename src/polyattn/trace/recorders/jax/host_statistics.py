@@ -20,24 +20,26 @@ import numpy as np
 from jax import Array
 from jax.extend.backend import backends
 
+from polyattn.trace.statistics.schema import ELEMENTS, PLACES, WIDTH
+
 __all__ = ["WORDS", "host_vector", "ready"]
 
 logger = logging.getLogger("polyattn.trace")
 
-_FIELDS = 85
-WORDS = 2 * _FIELDS
-"""The integers of the vector: 85 float64 numbers, see native/src/statistics/statistics.h."""
+WORDS = 2 * WIDTH
+"""The integers of the vector, which is a row of float64 numbers."""
 
 _TARGET = "polyattn_trace_statistics"
 _VERSION = 0, 3
 _EXECUTE, _METADATA = 3, 1
 _MANY = 1 << 20
-_ELEMENTS = {
-    "float32": 0, "bfloat16": 1, "float16": 2, "float64": 3, "int8": 4, "uint8": 5, "bool": 5,
-    "int16": 6, "int32": 7, "int64": 8,
+_ELEMENTS = {name: code for code, name in enumerate(ELEMENTS)}
+_ELEMENTS["bool"] = _ELEMENTS["uint8"]
+_OF_XLA = {
+    11: "float32", 16: "bfloat16", 10: "float16", 12: "float64", 2: "int8", 6: "uint8", 1: "bool",
+    3: "int16", 4: "int32", 5: "int64",
 }  # fmt: skip
-_OF_XLA = {11: 0, 16: 1, 10: 2, 12: 3, 2: 4, 6: 5, 1: 5, 3: 6, 4: 7, 5: 8}
-"""The kernel's code of an element by XLA's."""
+"""Dtypes by XLA's codes."""
 
 _Number = c.c_int64
 _Size, _Pointer = c.c_size_t, c.c_void_p
@@ -103,15 +105,16 @@ def _measure(argument: Any, out: int) -> None:
         strides[dim], step = step, step * sizes[dim]
     threads = _threads() if step >= _MANY else 1
     kernel, isa = _kernel()
-    element = _OF_XLA[argument.dtype]
+    element = _ELEMENTS[_OF_XLA[argument.dtype]]
     kernel(isa, threads, element, argument.data, sizes, tuple(strides), out)
 
 
 @functools.cache
 def _kernel() -> tuple[Any, int]:
     from polyattn.native import module
+    from polyattn.trace.statistics import extension
 
-    return module.load().statistics, module.isa_index()
+    return extension.load().statistics, module.isa_index()
 
 
 @functools.cache
@@ -138,7 +141,8 @@ def _works() -> bool:
         jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_handler), platform="cpu")
         with jax.ensure_compile_time_eval():
             found = np.asarray(host_vector(jnp.asarray([3.0, -4.0, 0.0], jnp.float32)))
-        return found.view(np.float64)[[0, 4, 12]].tolist() == [3.0, 1.0, 5.0]
+        at = [PLACES[name] for name in ("n", "zero", "l2")]
+        return found.view(np.float64)[at].tolist() == [3.0, 1.0, 5.0]
     except Exception as error:
         logger.debug("XLA computes the statistics itself: %s", error)
         return False

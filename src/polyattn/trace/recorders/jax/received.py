@@ -12,7 +12,16 @@ from polyattn.errors import TraceError
 from polyattn.trace.recorders.jax.device_statistics import FLOATS, WORDS
 from polyattn.trace.recorders.jax.host_statistics import WORDS as HOST_WORDS
 from polyattn.trace.statistics import sketch as sketches
-from polyattn.trace.statistics.definition import SAMPLES, statistics
+from polyattn.trace.statistics.definition import statistics
+from polyattn.trace.statistics.schema import (
+    COUNTS,
+    DEFAULT_STATISTICS,
+    FIELDS,
+    MOMENTS,
+    SAMPLES,
+    SKETCH,
+    SORTS,
+)
 from polyattn.trace.statistics.sketch_text import pack
 from polyattn.trace.statistics.values import LARGEST
 
@@ -27,38 +36,33 @@ def fields_of(shape: tuple[int, ...], dtype: Any, vector: np.ndarray) -> Mapping
     vector = np.asarray(vector, np.int32)
     if vector.size == HOST_WORDS:
         return _of_row(shape, dtype, vector.view(np.float64))
-    nan, pinf, ninf, zero = vector[: WORDS - 1].view(np.uint32).tolist()
+    sorts = dict(zip(SORTS, vector[: WORDS - 1].view(np.uint32).tolist(), strict=True))
     n = size * (2 if np.dtype(dtype).kind == "c" else 1)
     wide = vector.size - WORDS > 2 * sum(count for _, count in FLOATS)
     numbers = _numbers(vector[WORDS:].view(np.float64 if wide else np.float32))
-    found = {"shape": list(shape), "dtype": np.dtype(dtype).name, "n": n}
-    found |= {"nan": nan, "pinf": pinf, "ninf": ninf, "zero": zero}
-    found |= _moments(numbers, n - nan - pinf - ninf, int(vector[WORDS - 1]))
+    found = {"shape": list(shape), "dtype": np.dtype(dtype).name, "n": n, **sorts}
+    finite = n - sorts["nan"] - sorts["pinf"] - sorts["ninf"]
+    found |= _moments(numbers, finite, int(vector[WORDS - 1]))
     found["samples"] = [float(v) if math.isfinite(v) else None for v in numbers["samples"]]
     buckets = _times_power(numbers["sketch"], int(vector[WORDS - 1]))
-    return found | {"sketch": sketches.encode(buckets)}
-
-
-_COUNTS = ("n", "nan", "pinf", "ninf", "zero")
-_MOMENTS = ("min", "max", "sum", "mean", "std", "abs_mean", "l1", "l2")
+    found["sketch"] = sketches.encode(buckets)
+    return {name: found[name] for name in DEFAULT_STATISTICS}
 
 
 def _of_row(shape: tuple[int, ...], dtype: Any, row: np.ndarray) -> Mapping[str, Any]:
     """The fields from the native kernel's numbers: counts, moments, samples, sketch."""
-    counts, rest = row[: len(_COUNTS)].tolist(), row[len(_COUNTS) :]
+    counts, moments = row[: len(COUNTS)].tolist(), row[len(COUNTS) : len(FIELDS)].tolist()
     if counts[0] != counts[0]:
         raise TraceError("the native kernel could not read a tensor; see the log.")
     found: dict[str, Any] = {"shape": list(shape), "dtype": np.dtype(dtype).name}
-    found |= zip(_COUNTS, map(int, counts), strict=True)
-    moments = rest[: len(_MOMENTS)].tolist()
+    found |= zip(COUNTS, map(int, counts), strict=True)
     found |= {
         name: value if value == value else None
-        for name, value in zip(_MOMENTS, moments, strict=True)
-        if name != "sum"
+        for name, value in zip(MOMENTS, moments, strict=True)
     }
-    rest = rest[len(_MOMENTS) :]
-    found["samples"] = [v if math.isfinite(v) else None for v in rest[:SAMPLES].tolist()]
-    return found | {"sketch": pack(rest[SAMPLES:].tolist())}
+    found["samples"] = [v if math.isfinite(v) else None for v in row[SAMPLES].tolist()]
+    found["sketch"] = pack(row[SKETCH].tolist())
+    return {name: found[name] for name in DEFAULT_STATISTICS}
 
 
 def _numbers(floats: np.ndarray) -> dict[str, np.ndarray]:
@@ -73,18 +77,19 @@ def _moments(
     numbers: Mapping[str, np.ndarray], finite: int, exponent: int
 ) -> dict[str, float | None]:
     if not finite:
-        return dict.fromkeys(("min", "max", "mean", "std", "abs_mean", "l1", "l2"))
+        return dict.fromkeys(MOMENTS)
     total, absolute = float(numbers["sum"][0]), float(numbers["absolute"][0])
     shift, spread = float(numbers["shift"][0]), float(numbers["spread"][0])
     mean = total / finite
     variance = max(spread / finite - (mean - shift) ** 2, 0.0)
     square = spread + 2 * shift * (total - finite * shift) + finite * shift * shift
     scaled = {
-        "mean": mean, "std": math.sqrt(variance), "abs_mean": absolute / finite, "l1": absolute,
-        "l2": math.sqrt(max(square, 0.0)),
+        "sum": total, "mean": mean, "std": math.sqrt(variance), "abs_mean": absolute / finite,
+        "l1": absolute, "l2": math.sqrt(max(square, 0.0)),
     }  # fmt: skip
-    found: dict[str, float | None] = {name: float(numbers[name][0]) for name in ("min", "max")}
-    return found | {name: float(_times_power(value, exponent)) for name, value in scaled.items()}
+    found: dict[str, float | None]
+    found = {name: float(_times_power(value, exponent)) for name, value in scaled.items()}
+    return found | {name: float(numbers[name][0]) for name in ("min", "max")}
 
 
 @np.errstate(over="ignore")

@@ -10,53 +10,36 @@ import base64
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from polyattn.trace.format.record import line_of
+from polyattn.trace.format.jsonline import quoted
+from polyattn.trace.format.record import WIDE, line_of
 from polyattn.trace.recorders.torch.device_rows import RowPool, Rows
-from polyattn.trace.recorders.torch.full_tensors import Saving
-from polyattn.trace.recorders.torch.tensor_statistics import (
+from polyattn.trace.recorders.torch.native_protocol import EVENT, Event
+from polyattn.trace.recorders.torch.tensor_statistics import native_module, record_fields
+from polyattn.trace.recorders.torch.user_statistics import plain_fields, said
+from polyattn.trace.statistics.schema import (
+    BUCKETS,
+    COUNTS,
     FIELDS,
+    LEAST_PLAIN,
+    MOST_PLAIN,
+    PLACES,
+    REMEMBERED,
+    SAMPLED,
     SAMPLES,
     SKETCH,
-    native_module,
-    record_fields,
 )
-from polyattn.trace.recorders.torch.user_statistics import plain_fields, said
 
-__all__ = ["Event", "Lines", "head_of"]
+__all__ = ["Lines", "head_of"]
 
-_REMEMBERED = 4096
-"""Latest tensors among which an identical one is looked for, as in polyattn.trace.TraceWriter."""
-
-_COUNTS = frozenset(FIELDS[:5])
-_WIDE = frozenset({torch.float64, torch.complex128, torch.int64, torch.uint64})
-_PLAIN = (2.0**-64, 2.0**127)
-
-
-Event = tuple[
-    int,
-    str,
-    int,
-    int | None,
-    str,
-    str,
-    torch.Size | None,
-    torch.dtype | str | None,
-    Rows | None,
-    int,
-    int | None,
-    dict[str, Any] | None,
-    Saving | None,
-]
-"""A tensor that was seen: seq, head (of `head_of`), call, step, phase, path, then its shape, dtype,
-and that its numbers are in a row of some rows, or else are those of the record `same`; further
-fields, and a file to be written. A plain tuple, for one is made for every tensor."""
+_ROWS, _EXTRA, _SAVING = (list(EVENT).index(name) for name in ("rows", "extra", "saving"))
+_WIDE = frozenset(getattr(torch, name) for name in WIDE if hasattr(torch, name))
+_SKETCH_BYTES = 4 * BUCKETS
 
 
 def head_of(module: str, cls: str) -> str:
@@ -83,7 +66,7 @@ class Lines:
         self._first: OrderedDict[int, int] = OrderedDict()
         self._numbers = _Numbers(names)
         built = None if native is False else native_module()
-        fields = [(name, FIELDS.index(name)) for name in names if name in FIELDS]
+        fields = [(name, PLACES[name]) for name in names if name in FIELDS]
         self.native: Any = built and built.TraceLines(
             fields,
             "samples" in names,
@@ -113,7 +96,7 @@ class Lines:
         if self.native is None:
             lines = self._in_python(events, () if rows is None else (rows,))
             return b"".join(line.encode() + b"\n" for line in lines)
-        ready = [event if event[11] is None else _written(event) for event in events]
+        ready = [event if event[_EXTRA] is None else _written(event) for event in events]
         blocks = [] if rows is None else [(rows, rows.first, rows.used)]
         made: bytes = self.native.of(ready, blocks)
         return made
@@ -126,7 +109,8 @@ class Lines:
         batch: list[Any] = []
         try:
             for event in events:
-                batch.append(event if event[11] is None and event[12] is None else _written(event))
+                plain = event[_EXTRA] is None and event[_SAVING] is None
+                batch.append(event if plain else _written(event))
         finally:  # an event that has no line takes no earlier one with it
             if batch:
                 yield self.native.of(batch, blocks)
@@ -134,7 +118,7 @@ class Lines:
     def _in_python(self, events: Iterable[Event], rows: Iterable[Rows]) -> Iterator[str]:
         blocks = {id(one): _Block(one.numbers()) for one in rows}
         for event in events:
-            event, of = _kept(event), event[8]
+            event, of = _kept(event), event[_ROWS]
             yield self._line(event, None if of is None else blocks[id(of)])
 
     def _line(self, event: Event, block: _Block | None) -> str:
@@ -161,12 +145,12 @@ class Lines:
         earlier = self._seen.get(key)
         if earlier is None:
             self._seen[key] = seq
-            if len(self._seen) > _REMEMBERED:
+            if len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
             return None
         self._seen.move_to_end(key)
         self._first[seq] = earlier
-        if len(self._first) > _REMEMBERED:
+        if len(self._first) > REMEMBERED:
             self._first.popitem(last=False)
         return earlier
 
@@ -183,7 +167,7 @@ class _Numbers:
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
         self._of_narrow, self._of_wide = _template(names, "%.9g"), _template(names, "%r")
-        picked = [FIELDS.index(name) for name in names if name in FIELDS]
+        picked = [PLACES[name] for name in names if name in FIELDS]
         if "samples" in names:
             picked += range(SAMPLES.start, SAMPLES.stop)
         self._pick = itemgetter(*picked, 0, 0)  # two more, so that it always gives a tuple
@@ -213,9 +197,9 @@ class _Block:
         self.rows = rows
         buckets = rows[:, SKETCH]
         largest = np.abs(buckets).max(axis=1, initial=0.0)
-        plain = (largest == 0) | ((largest >= _PLAIN[0]) & (largest < _PLAIN[1]))
+        plain = (largest == 0) | ((largest >= LEAST_PLAIN) & (largest < MOST_PLAIN))
         finite = np.isfinite(rows).all(axis=1)
-        self.fine = (finite & plain & (rows[:, 0] > 0)).tolist()
+        self.fine = (finite & plain & (rows[:, PLACES["n"]] > 0)).tolist()
         self.values = rows[:, : SKETCH.start].tolist()
         with np.errstate(all="ignore"):
             self._bytes = np.ascontiguousarray(buckets, "<f4").tobytes()
@@ -225,14 +209,15 @@ class _Block:
         return blake2b(self.rows[slot].tobytes(), digest_size=16).digest()
 
     def sketch(self, slot: int) -> str:
-        return base64.b64encode(self._bytes[256 * slot : 256 * slot + 256]).decode("ascii")
+        at = _SKETCH_BYTES * slot
+        return base64.b64encode(self._bytes[at : at + _SKETCH_BYTES]).decode("ascii")
 
 
 def _template(names: tuple[str, ...], number: str) -> str:
     """The text of the statistics with a place for each number, in the order of `names`."""
-    parts = [f'"{name}":{"%d" if name in _COUNTS else number}' for name in names if name in FIELDS]
+    parts = [f'"{name}":{"%d" if name in COUNTS else number}' for name in names if name in FIELDS]
     if "samples" in names:
-        parts.append(f'"samples":[{",".join([number] * 8)}]')
+        parts.append(f'"samples":[{",".join([number] * SAMPLED)}]')
     if "sketch" in names:
         parts.append('"sketch":"%s"')
     return ",".join(parts)
@@ -244,13 +229,14 @@ def _name(dtype: Any) -> str:
 
 def _written(event: Event) -> tuple[Any, ...]:
     """The event with its file written and its further fields as text, for native code."""
-    extra = _kept(event)[11]
-    return (*event[:11], _fields_of(extra) if extra else None, None)
+    extra: Any = _kept(event)[_EXTRA]
+    return (*event[:_EXTRA], _fields_of(extra) if extra else None, None)
 
 
 def _kept(event: Event) -> Event:
     """The event after its file was written; OSError where the disk does not take it."""
-    extra, saving = event[11:]
+    extra: Any = event[_EXTRA]
+    saving: Any = event[_SAVING]
     if saving is None:
         return event
     try:
@@ -260,7 +246,8 @@ def _kept(event: Event) -> Event:
     except Exception as error:  # of a dtype that no such file can have
         extra = {name: value for name, value in (extra or {}).items() if name != "file"}
         extra |= {"note": f"its tensor could not be kept whole ({said(error)})"}
-    return (*event[:11], extra, None)
+    kept: Any = (*event[:_EXTRA], extra, None)
+    return cast("Event", kept)
 
 
 def _fields_of(extra: dict[str, Any]) -> str:

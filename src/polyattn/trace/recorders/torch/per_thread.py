@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from polyattn.torch.internals import version_of
+from polyattn.trace.recorders.torch.native_protocol import Event
 
 if TYPE_CHECKING:
     from polyattn.trace.recorders.torch.device_rows import Rows
-    from polyattn.trace.recorders.torch.lines import Event
     from polyattn.trace.recorders.torch.trace_hook import TraceHook
 
 __all__ = ["Call", "Lane", "Seen", "versions"]
 
 Seen = tuple[Any, int, int, str | None]
+"""As `native_protocol.SEEN` says."""
+
 Given = list[tuple[str, Tensor, int]]
 
 

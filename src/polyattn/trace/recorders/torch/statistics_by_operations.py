@@ -12,6 +12,15 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import TraceError
+from polyattn.trace.statistics.schema import (
+    BUCKETS,
+    COUNTS,
+    MOMENTS,
+    SAMPLED,
+    SAMPLES,
+    SORTS,
+    WIDTH,
+)
 
 __all__ = ["real_values", "torch_statistics"]
 
@@ -49,7 +58,7 @@ def real_values(t: Tensor) -> Tensor:
 
 
 def torch_statistics(t: Tensor) -> Tensor:
-    """Return the 85 numbers of a tensor of `real_values`, on its device.
+    """Return the row of a tensor of `real_values`, on its device.
 
     >>> torch_statistics(torch.tensor([2.0, 0.0, float("-inf")]))[:7].tolist()
     [3.0, 0.0, 0.0, 1.0, 1.0, 0.0, 2.0]
@@ -62,7 +71,8 @@ def torch_statistics(t: Tensor) -> Tensor:
     parts = torch.stack(
         [_block(flat[start : start + size], start // size, half) for start in range(0, n, size)]
     )
-    index = torch.tensor([i * (n - 1) // 7 for i in range(8)], device=t.device)
+    at = [i * (n - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
+    index = torch.tensor(at, device=t.device)
     return torch.cat([_join(parts, n, half), flat[index].to(parts.dtype), _sketch(parts, half)])
 
 
@@ -70,8 +80,8 @@ def _block_size(device: torch.device) -> int:
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
-_COUNTS, _LOW, _HIGH, _ABSOLUTE, _MEAN, _M2, _BUCKETS = slice(0, 5), 5, 6, 7, 8, 9, slice(10, 74)
-"""The places in what `_block` returns; the last count is of finite elements."""
+_SUMS = (*SORTS, "finite", "low", "high", "absolute", "mean", "m2")
+"""The first numbers of what `_block` returns; the buckets follow."""
 
 
 def _block(block: Tensor, number: int, half: Tensor | None) -> Tensor:
@@ -97,33 +107,39 @@ def _block(block: Tensor, number: int, half: Tensor | None) -> Tensor:
     distance = x - mean
     if fine is not None:
         distance = distance.where(fine, 0)
-    numbers = (
-        nan, plus, minus, zero, finite, low, high, torch.linalg.vector_norm(x, 1), mean,
-        distance.dot(distance),
-    )  # fmt: skip
-    rest = -len(x) % 64
-    rows = (torch.nn.functional.pad(x, (0, rest)) if rest else x).view(-1, 64)
+    sums = {
+        "nan": nan, "pinf": plus, "ninf": minus, "zero": zero, "finite": finite, "low": low,
+        "high": high, "absolute": torch.linalg.vector_norm(x, 1), "mean": mean,
+        "m2": distance.dot(distance),
+    }  # fmt: skip
+    rest = -len(x) % BUCKETS
+    rows = (torch.nn.functional.pad(x, (0, rest)) if rest else x).view(-1, BUCKETS)
     sketch = (rows * _signs(block.device, number, rows)).sum(0)
-    return torch.cat([torch.stack([number.to(x.dtype) for number in numbers]), sketch])
+    return torch.cat([torch.stack([sums[name].to(x.dtype) for name in _SUMS]), sketch])
 
 
 def _join(parts: Tensor, n: int, half: Tensor | None) -> Tensor:
     """Return the fields of a row from the blocks' vectors."""
-    counts = parts[:, _COUNTS].sum(0)
-    finite, each = counts[4], parts[:, 4]
+    of = dict(zip(_SUMS, parts[:, : len(_SUMS)].unbind(1), strict=True))
+    counts = parts[:, : len(SORTS) + 1].sum(0)
+    finite = counts[-1]
     safe = finite.clamp(min=1)
-    mean = (parts[:, _MEAN] * (each / safe)).sum()
-    m2 = (parts[:, _M2] + each * (parts[:, _MEAN] - mean).square()).sum()
-    l1 = parts[:, _ABSOLUTE].sum()
-    l2 = (m2 + finite * mean.square()).sqrt()
-    scaled = torch.stack([mean * finite, mean, (m2 / safe).sqrt(), l1 / safe, l1, l2])
-    extremes = torch.stack([parts[:, _LOW].min(), parts[:, _HIGH].max()])
-    numbers = torch.cat([extremes, _unscaled(scaled, half)]).where(finite > 0, math.nan)
-    return torch.cat([counts.new_full((1,), n), counts[:4], numbers])
+    mean = (of["mean"] * (of["finite"] / safe)).sum()
+    m2 = (of["m2"] + of["finite"] * (of["mean"] - mean).square()).sum()
+    l1 = of["absolute"].sum()
+    scaled = {
+        "sum": mean * finite, "mean": mean, "std": (m2 / safe).sqrt(), "abs_mean": l1 / safe,
+        "l1": l1, "l2": (m2 + finite * mean.square()).sqrt(),
+    }  # fmt: skip
+    unscaled = _unscaled(torch.stack(list(scaled.values())), half).unbind()
+    found = dict(zip(scaled, unscaled, strict=True))
+    found |= {"min": of["low"].min(), "max": of["high"].max()}
+    numbers = torch.stack([found[name] for name in MOMENTS]).where(finite > 0, math.nan)
+    return torch.cat([counts.new_full((1,), n), counts[:-1], numbers])
 
 
 def _sketch(parts: Tensor, half: Tensor | None) -> Tensor:
-    return _unscaled(parts[:, _BUCKETS].sum(0), half)
+    return _unscaled(parts[:, len(_SUMS) :].sum(0), half)
 
 
 def _half_scale(flat: Tensor) -> Tensor | None:
@@ -145,8 +161,8 @@ def _unscaled(x: Tensor, half: Tensor | None) -> Tensor:
 
 
 def _empty(device: torch.device) -> Tensor:
-    row = torch.zeros(85, dtype=_wide(device), device=device)
-    row[5:21] = math.nan
+    row = torch.zeros(WIDTH, dtype=_wide(device), device=device)
+    row[len(COUNTS) : SAMPLES.stop] = math.nan
     return row
 
 
@@ -161,17 +177,17 @@ def _signs(device: torch.device, number: int, like: Tensor) -> Tensor:
 
 
 def _table(device: torch.device, number: int) -> Tensor:
-    """Return the signs of one block of elements, int8 of shape (block / 64, 64).
+    """Return the signs of one block of elements, int8 of shape (rows, BUCKETS).
 
     Shorter blocks take the first rows. Made on the CPU, from where a copy is complete before any
     stream of the device can use it.
     """
-    rows = _block_size(device) // 64
+    rows = _block_size(device) // BUCKETS
     with torch.inference_mode(False):
         words = _splitmix64(torch.arange(number * rows, (number + 1) * rows))
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
         signs = (1 - 2 * bits).to(torch.int8)[words.view(torch.uint8).long()]
-        return signs.view(rows, 64).to(device)
+        return signs.view(rows, BUCKETS).to(device)
 
 
 _cpu_table = functools.lru_cache(maxsize=_TABLES)(_table)

@@ -1,4 +1,4 @@
-"""What a trace keeps of a tensor, computed where the tensor is: one row of 85 float64 numbers.
+"""What a trace keeps of a tensor, computed where the tensor is: one row of float64 numbers.
 
 On the CPU the native kernel reads the tensor once; elsewhere, and where the extension is not
 built, `torch_statistics` computes the same with operations of torch. Nothing here waits for a
@@ -22,7 +22,18 @@ from polyattn import settings
 from polyattn.errors import MissingDependency, TraceError
 from polyattn.native import module
 from polyattn.torch.internals import below_autograd
+from polyattn.trace.recorders.torch.native_protocol import PROTOCOL
 from polyattn.trace.recorders.torch.statistics_by_operations import real_values, torch_statistics
+from polyattn.trace.statistics import extension
+from polyattn.trace.statistics.schema import (
+    COUNTS,
+    ELEMENTS,
+    FIELDS,
+    MOMENTS,
+    SAMPLES,
+    SKETCH,
+    WIDTH,
+)
 from polyattn.trace.statistics.sketch_text import pack
 
 __all__ = [
@@ -31,31 +42,13 @@ __all__ = [
     "write_statistics",
 ]  # fmt: skip
 
-FIELDS = (
-    "n", "nan", "pinf", "ninf", "zero", "min", "max", "sum", "mean", "std", "abs_mean", "l1", "l2",
-)  # fmt: skip
-"""The first numbers of a row. From ``min`` on NaN stands for "no finite element"."""
-
-SAMPLES = slice(13, 21)
-"""Where the elements at flat indices ``i * (n - 1) // 7`` are, not finite ones as they are."""
-
-SKETCH = slice(21, 85)
-"""Where the 64 buckets of the sketch are."""
-
-WIDTH = 85
-"""The numbers of a row."""
-
-_COUNTS = 5
-_MAYBE = slice(_COUNTS, len(FIELDS))
-_ELEMENTS = {
-    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int8: 4,
-    torch.uint8: 5, torch.bool: 5, torch.int16: 6, torch.int32: 7, torch.int64: 8,
-}  # fmt: skip
-"""The codes of the kernel, native/src/statistics/statistics.h."""
+_ELEMENTS = {getattr(torch, name): code for code, name in enumerate(ELEMENTS)}
+_ELEMENTS[torch.bool] = _ELEMENTS[torch.uint8]
+"""The codes of the kernel."""
 
 
 def new_buffer(rows: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return a buffer for the statistics of `rows` tensors: zeros of shape (rows, 85).
+    """Return a buffer for the statistics of `rows` tensors: zeros of shape (rows, WIDTH).
 
     float64, or float32 on a device that has no float64 (Apple's), where counts are then exact up
     to 2**24.
@@ -66,7 +59,7 @@ def new_buffer(rows: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def tensor_statistics(t: Tensor) -> Tensor:
-    """Return the statistics of a tensor, 85 float64 numbers on its device.
+    """Return the statistics of a tensor, a row of float64 numbers on its device.
 
     Any dtype, strides and shape; complex numbers count as two elements. :func:`record_fields`
     reads the result.
@@ -92,7 +85,7 @@ def write_statistics(t: Tensor, buffer: Tensor, slot: int) -> None:
 
     >>> buffer = new_buffer(2)
     >>> write_statistics(torch.arange(10), buffer, 1)
-    >>> buffer[1, 0].item(), buffer[1, 6].item()
+    >>> buffer[1, FIELDS.index("n")].item(), buffer[1, FIELDS.index("max")].item()
     (10.0, 9.0)
     """
     RowWriter(buffer).write(t, slot)
@@ -105,7 +98,7 @@ class RowWriter:
 
     >>> writer = RowWriter(new_buffer(2))
     >>> writer.write(torch.ones(3), 0)
-    >>> writer.buffer[0, 7].item()
+    >>> writer.buffer[0, FIELDS.index("sum")].item()
     3.0
     """
 
@@ -158,10 +151,8 @@ def record_fields(row: Sequence[float]) -> dict[str, Any]:
     >>> found["n"], found["pinf"], found["mean"], found["samples"]
     (2, 1, 1.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, None])
     """
-    fields: dict[str, Any] = {
-        name: int(value) for name, value in zip(FIELDS[:_COUNTS], row, strict=False)
-    }
-    for name, value in zip(FIELDS[_MAYBE], row[_MAYBE], strict=True):
+    fields: dict[str, Any] = {name: int(value) for name, value in zip(COUNTS, row, strict=False)}
+    for name, value in zip(MOMENTS, row[len(COUNTS) : len(FIELDS)], strict=True):
         fields[name] = value if value == value else None
     samples = row[SAMPLES] if fields["n"] else ()
     fields["samples"] = [x if x - x == 0 else None for x in samples]
@@ -171,9 +162,9 @@ def record_fields(row: Sequence[float]) -> dict[str, Any]:
 
 @functools.cache
 def native_module() -> ModuleType | None:
-    """Return the extension, or None where it is not built."""
+    """Return the extension, or None where it is not built, or from other sources."""
     try:
-        return module.load()
+        return extension.load(PROTOCOL)
     except MissingDependency:
         return None
 

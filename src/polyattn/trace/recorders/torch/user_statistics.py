@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.trace.format.record import MOMENTS, line_of
+from polyattn.trace.format.record import line_of
+from polyattn.trace.statistics.schema import MOMENTS
 
 __all__ = ["Custom", "own_statistics", "plain_fields", "said"]
 

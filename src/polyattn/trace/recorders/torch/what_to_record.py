@@ -11,8 +11,9 @@ from torch import nn
 
 from polyattn.errors import TraceError, near_matches
 from polyattn.settings import steps_of
-from polyattn.trace.format.record import DEFAULT_STATISTICS, MOMENTS, STATISTICS, Record
+from polyattn.trace.format.record import Record
 from polyattn.trace.recorders.torch.user_statistics import Custom
+from polyattn.trace.statistics.schema import DEFAULT_STATISTICS, MOMENTS, SCHEMA, STATISTICS
 
 __all__ = [
     "Chosen", "Layers", "Nothing", "choose_modules", "choose_statistics", "choose_steps",
@@ -27,7 +28,7 @@ Layers = (
     | None
 )
 
-_ALWAYS = ("shape", "dtype")
+_ALWAYS = tuple(row.name for row in SCHEMA if row.kind == "fact")
 _RESERVED = frozenset({one.name for one in fields(Record)} | {"note", "nested"}) - {
     *_ALWAYS,
     *MOMENTS,
@@ -153,9 +154,9 @@ def _some(modules: Iterable[str]) -> str:
 def choose_statistics(stats: Iterable[str | Custom] | None) -> Chosen:
     """Return what `stats` names: statistics of the format, or pairs of a name and a function.
 
-    None is all of the format's but `sum`, which the mean and the counts say. A function takes the
-    tensor and returns a number or a tensor; it runs inside the forward, and what it raises goes
-    into the record. Raises TraceError for an unknown name, and for a name given twice.
+    None is all that the format has by default. A function takes the tensor and returns a number or
+    a tensor; it runs inside the forward, and what it raises goes into the record. Raises TraceError
+    for an unknown name, and for a name given twice.
 
     >>> choose_statistics(["max", "abs_mean", "shape"]).names
     ('max', 'abs_mean')
