@@ -55,7 +55,7 @@ def fields_header() -> str:
         f"constexpr double kMostPlain = 0x1p{math.log2(schema.MOST_PLAIN):.0f};", "",
         "// Latest tensors among which an identical one is looked for.",
         f"constexpr int kRemembered = {schema.REMEMBERED};", "",
-        "// All of this as text, which Python compares with its own.",
+        "// Places and codes as text, which Python compares with its own.",
         *text("kLayout", schema.LAYOUT), "", "}  // namespace polyattn", "",
     ]  # fmt: skip
     return "\n".join(lines)
@@ -78,7 +78,7 @@ def protocol_header() -> str:
         for one, about in attributes.items():
             lines.append(f"  // {name}.{one}{': ' if about else ''}{about}")
             lines.append(f'  PyObject* {one.lstrip("_")} = PyUnicode_InternFromString("{one}");')
-    lines += ["};", "", "// All of this as text, which Python compares with its own."]
+    lines += ["};", "", "// Places and names as text, which Python compares with its own."]
     lines += [*text("kTraceProtocol", protocol.PROTOCOL), "", "}  // namespace polyattn", ""]
     return "\n".join(lines)
 

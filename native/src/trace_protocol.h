@@ -102,7 +102,7 @@ struct Attributes {
   PyObject* stride = PyUnicode_InternFromString("stride");
 };
 
-// All of this as text, which Python compares with its own.
+// Places and names as text, which Python compares with its own.
 constexpr char kTraceProtocol[] =
     "event: seq head call step phase path shape dtype rows slot same extra saving; seen: tensor "
     "version seq file; block: rows address used; Lane: events rows seen; Rows: first isa size "

@@ -68,7 +68,7 @@ constexpr double kMostPlain = 0x1p127;
 // Latest tensors among which an identical one is looked for.
 constexpr int kRemembered = 4096;
 
-// All of this as text, which Python compares with its own.
+// Places and codes as text, which Python compares with its own.
 constexpr char kLayout[] =
     "n:1 nan:1 pinf:1 ninf:1 zero:1 min:1 max:1 sum:1 mean:1 std:1 abs_mean:1 l1:1 l2:1 "
     "samples:8 sketch:64 of float32 bfloat16 float16 float64 int8 uint8 int16 int32 int64, 4096 "

@@ -150,4 +150,4 @@ LAYOUT = (
     " ".join(f"{row.name}:{row.width}" for row in SCHEMA if row.width)
     + f" of {' '.join(ELEMENTS)}, {REMEMBERED} remembered"
 )
-"""All that native code was compiled with, as text to compare: it says that of its own build."""
+"""Places and codes as text: what native code says that it was compiled with."""
