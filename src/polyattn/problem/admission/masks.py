@@ -34,6 +34,7 @@ class Lengths(Protocol):
 def packed_sequences(mask: Mask | None) -> int:
     """Return how many sequences the mask of a packed call names.
 
+    >>> from polyattn.masks import Padding
     >>> packed_sequences(Packed([0, 2, 5]) & Padding(kv_lengths=[1, 3]))
     2
     """
