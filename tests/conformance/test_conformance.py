@@ -75,7 +75,7 @@ FOUND = [
     ),
     (
         '{"seed":1830189265,"b":1,"t":4,"s":5,"h":40,"v":40,"dtype":"float64","layout":"BNTH",'
-        '"mask":["dense","bnt"],"strides":"oet","poison":true}'
+        '"mask":["Dense","bnt"],"strides":"oet","poison":true}'
     ),
 ]
 
