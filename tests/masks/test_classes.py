@@ -11,7 +11,7 @@ from polyattn.masks import ALL_KINDS, LEAVES, STATIC_KINDS, And, BlockMap, Index
 from polyattn.masks.needs import Call, Sizes, dims_of
 from polyattn.masks.structure import structure_of
 from polyattn.native import encode
-from tests.test_native_program import Arrays, picture, truth
+from tests.native.test_program import Arrays, picture, truth
 
 SIZES = Sizes(b=2, t=7, s=10, n=3)
 every_class = pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)

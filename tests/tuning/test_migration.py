@@ -279,7 +279,7 @@ KILLED = textwrap.dedent(
     """
     import os, signal, sys
     sys.path.insert(0, sys.argv[3])
-    from test_tuning_migration import stop_at
+    from test_migration import stop_at
     from polyattn.tuning import TuningTable, database
 
     place = int(sys.argv[2])

@@ -87,7 +87,7 @@ _made: tuple[Place | None, Mapping[str, list[Measurement]], int, Evidence] = (
 def this_machine(framework: str = "torch") -> Evidence:
     """Return what is known of this machine's kernels for a framework, without measuring.
 
-    >>> isinstance(in_force("torch"), Evidence)
+    >>> isinstance(this_machine("torch"), Evidence)
     True
     """
     global _made
