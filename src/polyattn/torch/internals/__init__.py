@@ -80,6 +80,7 @@ from polyattn.torch.internals.operators import (
 )
 from polyattn.torch.internals.private_names import LOOKED_AT, ROWS, Private
 from polyattn.torch.internals.state import (
+    VERSION_COUNTER,
     are_overrides_on,
     are_transforms_active,
     below_autograd,
@@ -115,6 +116,7 @@ __all__ = [
     "OPERATORS_MODULE",
     "READS_OF_MODULES",
     "ROWS",
+    "VERSION_COUNTER",
     "OneLevelFunction",
     "Private",
     "address_of",

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from polyattn.torch.internals.private_names import MISSING, noted, private
 
 __all__ = [
+    "VERSION_COUNTER",
     "are_overrides_on",
     "are_transforms_active",
     "below_autograd",
@@ -189,6 +190,8 @@ version_of: Callable[[Tensor], int] = (
     _VERSION.refuse if _VERSION.find() is MISSING else attrgetter("_version")
 )
 """How often a tensor was changed in place; inference tensors have no such number."""
+VERSION_COUNTER = _VERSION.name
+"""By which native code asks for it."""
 
 noted("torch._subclasses.fake_tensor.FakeTensor", "no tensor is taken for a fake one")
 

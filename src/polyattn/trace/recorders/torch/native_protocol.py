@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.torch.internals import VERSION_COUNTER
+
 __all__ = ["ATTRIBUTES", "BLOCK", "EVENT", "PROTOCOL", "SEEN", "TUPLES", "Event"]
 
 Event = tuple[
@@ -69,7 +71,7 @@ ATTRIBUTES = {
         "cut_off": "called after a write that failed",
     },
     "Tensor": {
-        "_version": "counts changes in place",
+        VERSION_COUNTER: "counts changes in place",
         "data_ptr": "called",
         "dtype": "a key of the elements that the kernel reads",
         "is_cpu": "",
