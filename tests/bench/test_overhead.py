@@ -12,11 +12,20 @@ from polyattn.bench import overhead_cases as cases
 from polyattn.bench.overhead import measure
 from polyattn.bench.timing import Pair, Timed, calibrate, time_pairs
 from polyattn.errors import PolyattnError
+from polyattn.selection.evidence import KINDS, Evidence, Figure
+from polyattn.selection.evidence.of_machine import assume
 
 
 @pytest.fixture(scope="module")
 def record() -> dict:
     return measure(rounds=2, block_s=2e-4, peers=True)
+
+
+def test_what_is_known_of_this_machine_takes_no_part() -> None:
+    figure = Figure(1.3, 1.4, 1.5, "as if native_cpu were the faster for all that is small")
+    with assume(Evidence({("float32", kind): figure for kind in KINDS})):
+        rows = measure(rounds=1, block_s=1e-4, peers=False)["rows"]
+    assert rows
 
 
 def test_a_pair_measures_the_difference_of_its_statements() -> None:
