@@ -60,6 +60,7 @@ def namespace() -> dict[str, Any]:
     from polyattn.torch import attention, plan, scaled_dot_product_attention
     from polyattn.torch.internals import flash_attention_for_cpu
 
+    torch.compiler.reset()  # it compiles one function for at most eight kinds of calls
     torch.manual_seed(0)
     q, k, v = (torch.randn(SHAPE) for _ in range(3))
 
