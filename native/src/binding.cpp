@@ -112,14 +112,29 @@ nb::dict build() {
   return facts;
 }
 
-}  // namespace
-
-const Kernels& chosen(int isa) {
+const Kernels& at_place(int isa) {
   const Kernels* const* sets = available();
   for (int i = 0; isa >= 0 && sets[i] != nullptr; ++i) {
     if (i == isa) return *sets[i];
   }
   refuse("isa: expected an index into isas()");
+}
+
+// None, or why this process may not run the instruction set.
+nb::object refusal(int isa) {
+  const Kernels& kernels = at_place(isa);
+  const char* text = kernels.prepare != nullptr ? kernels.prepare() : nullptr;
+  return text != nullptr ? nb::object(nb::str(text)) : nb::none();
+}
+
+}  // namespace
+
+const Kernels& chosen(int isa) {
+  const Kernels& kernels = at_place(isa);
+  if (kernels.prepare != nullptr) {
+    if (const char* refusal = kernels.prepare()) refuse(refusal);
+  }
+  return kernels;
 }
 
 bool summarize_unlocked(int isa, int threads, const Tensor& tensor, double* row) {
@@ -141,7 +156,9 @@ NB_MODULE(_native, m) {
   m.doc() = "Tiled CPU attention kernels. Use polyattn.native or the native_cpu backend.";
   m.def(
       "isas", [] { return polyattn::names(polyattn::available()); },
-      "Instruction sets that this processor runs, best first.");
+      "Instruction sets that this processor runs, best first, then those that are taken only by name.");
+  m.def("refusal", &polyattn::refusal, "isa"_a,
+        "None, or why the operating system does not let this process run an instruction set.");
   m.def("build", &polyattn::build, "Compiler, compiled instruction sets, version, what traces are made of.");
   polyattn::add_attention(m);
   m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a, "sizes"_a,

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "tile_permission.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -25,7 +27,7 @@ bool runs_here([[maybe_unused]] const Kernels* kernels) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   }
 #endif
-#if defined(POLYATTN_HAVE_AVX512) || defined(POLYATTN_HAVE_AVX512BF16)
+#if defined(POLYATTN_HAVE_AVX512) || defined(POLYATTN_HAVE_AVX512BF16) || defined(POLYATTN_HAVE_AMX)
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -37,10 +39,13 @@ bool runs_here([[maybe_unused]] const Kernels* kernels) {
 #if defined(POLYATTN_HAVE_AVX512BF16)
   if (kernels == &kAvx512Bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
-  return true;  // generic; NEON is part of every aarch64
+#if defined(POLYATTN_HAVE_AMX)
+  if (kernels == &kAmx) return avx512 && __builtin_cpu_supports("avx512bf16") && has_tiles();
+#endif
+  return true;  // generic, the twin; NEON is part of every aarch64
 }
 
-constexpr int kMaxSets = 5;
+constexpr int kMaxSets = 6;
 
 struct List {
   const Kernels* sets[kMaxSets + 1] = {};
@@ -70,6 +75,10 @@ const Kernels* const* compiled() {
       &kNeon,
 #endif
       &kGeneric,  // anywhere
+#if defined(POLYATTN_HAVE_AMX)
+      &kAmx,  // never measured
+#endif
+      &kAmxTwin,  // for tests
       nullptr,
   };
   static_assert(sizeof(sets) / sizeof(sets[0]) <= kMaxSets + 1);

@@ -53,6 +53,12 @@ class Maker {
     if (random_.chance(0.2)) {  // decoding
       a_.q_len = random_.between(1, 4);
       a_.kv_len = random_.between(1, random_.chance(0.2) ? 3000 : 600);
+      if (random_.chance(0.4)) {  // heads that are read together, and more than that
+        a_.kv_heads = random_.between(3, 20);
+        a_.q_heads = a_.kv_heads * random_.pick(groups);
+        a_.head_dim = a_.value_dim = random_.between(1, 40);
+        if (random_.chance(0.5)) a_.kv_len = random_.between(2048, 2600);  // from where on they are
+      }
     }
     if (random_.chance(0.03)) a_.kv_len = 0;
     if (random_.chance(0.03)) a_.q_len = 0;

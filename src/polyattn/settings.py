@@ -25,7 +25,7 @@ __all__ = [
     "rows", "steps_of", "variable", "within",
 ]  # fmt: skip
 
-NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon")
+NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon", "amx", "amx_twin")
 """The instruction sets that the native kernels know; which are here, ``polyattn.native`` says."""
 
 

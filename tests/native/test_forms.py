@@ -85,7 +85,7 @@ def test_few_rows_are_those_that_nothing_is_packed_for(sizes: tuple[int, ...], f
 
 
 def test_few_rows_are_as_many_as_in_the_kernels() -> None:
-    source = (ROOT / "native" / "src" / "kernel" / "few.h").read_text(encoding="utf-8")
+    source = (ROOT / "native" / "src" / "kernel" / "division.h").read_text(encoding="utf-8")
     found = re.search(r"kFewRows = (\d+)", source)
     assert found and int(found[1]) == FEW_ROWS
 

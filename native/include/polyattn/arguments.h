@@ -129,9 +129,13 @@ struct Kernels {
   double (*spin)(bool bf16, int64_t iterations);
   // Adds a run of elements, the first of them the first one of a block of 64, to a summary.
   void (*summarize)(Element element, const void* run, int64_t count, uint64_t block, Summary& s);
+  // Where there is one, to be called before any other, in every process: returns nullptr, or why the
+  // operating system does not let this process run the set.
+  const char* (*prepare)() = nullptr;
 };
 
-// Those that this build has and this processor runs, best first; ends with nullptr.
+// Those that this build has and this processor runs, best first, then those that are taken only by name;
+// ends with nullptr.
 const Kernels* const* available();
 // By name, or nullptr.
 const Kernels* find(const char* name);

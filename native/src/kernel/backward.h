@@ -51,6 +51,7 @@ class Backward {
   int64_t heads() const { return a_.batch * a_.kv_heads; }
 
   void work(int thread) {
+    [[maybe_unused]] const typename U::Session session;
     typename Kernel::Workspace w;
     const size_t bytes = kernel_.layout(nullptr, nullptr);
     float* base = reinterpret_cast<float*>(scratch(bytes));
@@ -87,7 +88,7 @@ class Backward {
           Strip s;
           fill_rows(s, kv_head * group_ + g, t, smaller(t + kRows, q.q_len));
           Visit visit;
-          plan<S>(a_, q, s, j, high, w.words, &visit);
+          plan<S, U>(a_, q, s, j, high, w.words, &visit);
           if (visit.tiles == 0) continue;
           kernel_.strip(w, q, s, visit, dq + (g * q.q_len + t) * kernel_.q_columns(), careful);
         }

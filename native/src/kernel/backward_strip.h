@@ -52,10 +52,9 @@ class BackwardStrip {
   };
 
   explicit BackwardStrip(const Arguments& a)
-      : a_(a), scores_(scores_of<U>(a)), k_units_(blocks_of(a.head_dim, U::kValues)),
-        v_units_(blocks_of(a.value_dim, U::kValues)), k_row_(round_up(k_units_, W)),
-        v_row_(round_up(v_units_, W)), k_columns_(round_up(a.head_dim, W)),
-        v_columns_(round_up(a.value_dim, W)) {
+      : a_(a), scores_(scores_of<U>(a)), k_units_(units_of<U>(a.head_dim)),
+        v_units_(units_of<U>(a.value_dim)), k_row_(round_up(k_units_, W)), v_row_(round_up(v_units_, W)),
+        k_columns_(round_up(a.head_dim, W)), v_columns_(round_up(a.value_dim, W)) {
     factor_ = scores_ == Scores::natural ? a.scale : a.scale * kLog2E;
     q_factor_ = U::kValues == 1 ? factor_ : 1.0f;
     adjusting_ = U::kValues == 1 ? 1.0f : factor_;
@@ -99,11 +98,11 @@ class BackwardStrip {
   }
 
   void open_chunk(Workspace& w, const Sequence& q, int64_t kv_head, int64_t begin, int64_t end) const {
-    const int64_t n = end - begin, padded = round_up(n, 2 * W);
+    const int64_t n = end - begin, padded = round_up(n, 2 * W), columns = round_up(n, kColumnGrain<S, U>);
     auto key = [&](int64_t j) { return row<const T>(a_.k, q, kv_head, q.kv_base + begin + j); };
     auto value = [&](int64_t j) { return row<const T>(a_.v, q, kv_head, q.kv_base + begin + j); };
-    pack_transposed<S, U, T>(key, n, round_up(n, W), a_.head_dim, w.keys_t, kScoreRow, 0);
-    pack_transposed<S, U, T>(value, n, round_up(n, W), a_.value_dim, w.values_t, kScoreRow, 0);
+    pack_transposed<S, U, T>(key, n, columns, a_.head_dim, w.keys_t, kScoreRow, 0);
+    pack_transposed<S, U, T>(value, n, columns, a_.value_dim, w.values_t, kScoreRow, 0);
     pack_rows<S, U, T>(key, n, smaller(padded, kChunkKeys), a_.head_dim, w.keys, k_columns_, 0);
     std::memset(w.dk, 0, size_t(kChunkKeys * k_columns_) * 4);
     std::memset(w.dv, 0, size_t(kChunkKeys * v_columns_) * 4);
@@ -130,7 +129,7 @@ class BackwardStrip {
   void strip(Workspace& w, const Sequence& q, const Strip& s, const Visit& visit, float* dq,
              bool careful) const {
     pack_strip(w, q, s);
-    const int64_t rows = round_up(s.count, U::kValues);
+    const int64_t rows = round_up(s.count, kSumGrain<U>);
     differentiate(w, q, s, visit);
     for (int n = 0; n < visit.tiles; ++n) {
       const Tile& tile = visit.tile[n];
@@ -178,7 +177,7 @@ class BackwardStrip {
   void pack_strip(Workspace& w, const Sequence& q, const Strip& s) const {
     auto query = [&](int64_t r) { return row<const T>(a_.q, q, s.head[0], q.q_base + s.t[0] + r); };
     auto dout = [&](int64_t r) { return row<const T>(a_.dout, q, s.head[0], q.q_base + s.t[0] + r); };
-    const int64_t padded = round_up(s.count, U::kValues);
+    const int64_t padded = round_up(s.count, kSumGrain<U>);
     pack_plain<S, U>(query(0), a_.q.row, s.count, a_.head_dim, q_factor_, w.q, k_row_);
     pack_plain<S, U>(dout(0), a_.dout.row, s.count, a_.value_dim, 1.0f, w.dout, v_row_);
     pack_rows<S, U, T>(query, s.count, padded, a_.head_dim, w.q_rows, k_columns_, 0);
@@ -191,7 +190,8 @@ class BackwardStrip {
       const int64_t at = int64_t{visit.tile[n].slot} * kTile;
       products(w, q, s, visit.tile[n]);
       const uint64_t* bits = visit.mixed[n] ? w.words + int64_t{n} * kRows : nullptr;
-      for (int r = 0; r < s.count; r += 2) pair_of_rows(w, q, s, r, at, visit.tile[n].columns, bits);
+      for (int r = 0; r < round_up(s.count, kSumGrain<U>); r += 2)
+        pair_of_rows(w, q, s, r, at, visit.tile[n].columns, bits);
     }
   }
 
@@ -241,15 +241,15 @@ class BackwardStrip {
 
   void pair_of_rows(Workspace& w, const Sequence& q, const Strip& s, int r, int64_t at, int columns,
                     const uint64_t* bits) const {
-    const bool two = r + 1 < s.count;
-    const RowFacts first = facts(q, s, r, bits),
-                   second = two ? facts(q, s, r + 1, bits) : RowFacts{0, 0, 0, false};
+    const int there = s.count - r >= 2 ? 2 : larger(s.count - r, 0);  // of the two; what is padded is 0
+    const RowFacts none{0, 0, 0, false}, first = there > 0 ? facts(q, s, r, bits) : none,
+                                         second = there > 1 ? facts(q, s, r + 1, bits) : none;
     Vec p[2][2], ds[2][2];
     for (int i = 0; i < columns; i += 2 * W) {
       const int vectors = columns - i >= 2 * W ? 2 : 1;
       for (int v = 0; v < 2; ++v) {
         for (int k = 0; k < 2; ++k) {
-          if (v >= vectors || (k == 1 && !two)) {
+          if (v >= vectors || k >= there) {
             p[k][v] = ds[k][v] = S::zero();
             continue;
           }
@@ -267,14 +267,14 @@ class BackwardStrip {
           ds[k][v] = grad;
         }
       }
-      keep(w, r, two, at + i, vectors, p, ds);
+      keep(w, r, there, at + i, vectors, p, ds);
     }
   }
 
-  POLYATTN_INLINE void keep(Workspace& w, int r, bool two, int64_t at, int vectors, const Vec (&p)[2][2],
+  POLYATTN_INLINE void keep(Workspace& w, int r, int there, int64_t at, int vectors, const Vec (&p)[2][2],
                             const Vec (&ds)[2][2]) const {
     if constexpr (U::kValues == 1) {
-      for (int k = 0; k < (two ? 2 : 1); ++k) {
+      for (int k = 0; k < there; ++k) {
         for (int v = 0; v < vectors; ++v) {
           S::store(w.scores + (r + k) * kScoreRow + at + v * W, p[k][v]);
           S::store(w.dscores + (r + k) * kScoreRow + at + v * W, ds[k][v]);
@@ -288,7 +288,7 @@ class BackwardStrip {
       }
       // pairs of neighbouring keys, packed to the front of the tile's part of the row
       const int64_t tile = at / kTile * kTile, inside = at - tile;
-      for (int k = 0; k < (two ? 2 : 1); ++k)
+      for (int k = 0; k < there; ++k)
         S::store(w.dscores + (r + k) * kScoreRow + tile + inside / 2, S::pairs(ds[k][0], ds[k][1]));
     }
   }
@@ -322,7 +322,7 @@ class BackwardStrip {
 
   // Each key with the rows that see it only, so that no 0 meets what is not finite.
   void keys_by_column(Workspace& w, const Strip& s, const uint64_t* words, const Tile& tile) const {
-    const int64_t at = int64_t{tile.slot} * kTile, units = blocks_of(s.count, U::kValues);
+    const int64_t at = int64_t{tile.slot} * kTile, units = round_up(s.count, kSumGrain<U>) / U::kValues;
     for (int64_t j = 0; j < tile.keys; ++j) {
       uint64_t seen = 0;
       for (int r = 0; r < s.count; ++r) seen |= (words[r] >> j & 1) << r;

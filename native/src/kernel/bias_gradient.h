@@ -40,6 +40,7 @@ class BiasGradient {
   }
 
   void work() {
+    [[maybe_unused]] const typename U::Session session;
     typename Kernel::Workspace w;
     float* base = reinterpret_cast<float*>(scratch(kernel_.layout(nullptr, nullptr)));
     if (!base) {
@@ -68,7 +69,7 @@ class BiasGradient {
     for (int64_t j = 0; j < q.kv_len; j += kChunkKeys) {
       const int64_t high = smaller(j + kChunkKeys, q.kv_len);
       Visit visit;
-      plan<S>(a_, q, s, j, high, w.words, &visit);
+      plan<S, U>(a_, q, s, j, high, w.words, &visit);
       if (visit.tiles == 0) continue;
       kernel_.open_chunk(w, q, head / (a_.q_heads / a_.kv_heads), j, high);
       kernel_.score_gradients(w, q, s, visit);

@@ -4,18 +4,21 @@
 // divided depends on the problem alone, never on the number of threads, so that the result does not either.
 #pragma once
 
-#include "kernel/few.h"
 #include "kernel/mask.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
 constexpr int kMostStrips = 16;
+constexpr int kFewRows = 8;                      // up to here packing costs more than it saves
+constexpr int kMostTogether = kRows / kFewRows;  // items whose rows a strip's memory holds
 
 // How a call is divided, and the sizes of packed operands in units.
 struct Division {
   int64_t group;       // query heads that share a key/value head
   bool heads_as_rows;  // rows of an item run over the group's heads, then over t
   int64_t rows, items_per_head, heads, items;
+  // Items that walk over their keys together, and the tasks of one batch entry that this makes.
+  int64_t together, tasks_per_batch;
   int64_t splits;  // parts of the keys, merged at the end
   int64_t q_units, v_columns;
 };
@@ -26,6 +29,15 @@ inline int64_t longest(const int64_t* cu, int64_t batch, int64_t length) {
   int64_t most = 0;
   for (int64_t b = 0; b < batch; ++b) most = larger(most, cu[b + 1] - cu[b]);
   return most;
+}
+
+// Few rows are bound by how fast keys and values are read. Where the heads of a key lie side by side, rows
+// of one head are scattered over the pages of all, and only all heads together read these from end to end.
+inline int64_t heads_together(const Arguments& a, int64_t rows) {
+  const bool side_by_side = a.k.head > 0 && a.k.head * a.kv_heads <= a.k.row;
+  // shorter sequences are in a cache, and are better divided by heads
+  if (rows > kFewRows || a.kv_len < 2048 || a.cu_q || !side_by_side) return 1;
+  return smaller<int64_t>(a.kv_heads, kMostTogether);
 }
 
 template <class S, class U>
@@ -41,13 +53,15 @@ inline Division divide(const Arguments& a) {
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
   if (sparse) d.rows = kRows * kMostStrips;  // few strips meet a tile, so more share its packing
   while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
-  d.rows = smaller(d.rows, round_up(rows, 16));
+  d.rows = smaller(d.rows, round_up(rows, rows <= kFewRows ? 4 : 16));
   d.items_per_head = blocks_of(rows, d.rows);
   d.items = d.heads * d.items_per_head;
-  // parts of 1,024 keys at most of long sequences, of 512 at least
-  const int64_t most = larger<int64_t>(kv_len / 512, 1), long_parts = kv_len / 1024;
-  d.splits =
-      d.items >= 32 ? 1 : smaller(larger(blocks_of(64, d.items), smaller<int64_t>(long_parts, 64)), most);
+  d.together = heads_together(a, rows);
+  d.tasks_per_batch = blocks_of(d.items, larger<int64_t>(a.batch, 1) * d.together);
+  // parts of 1,024 keys at most of long sequences, of 512 at least, or of 1,024 of several heads
+  const int64_t tasks = larger<int64_t>(a.batch * d.tasks_per_batch, 1), long_parts = kv_len / 1024;
+  const int64_t most = larger<int64_t>(kv_len * d.together / (d.together > 1 ? 1024 : 512), 1);
+  d.splits = tasks >= 32 ? 1 : smaller(larger(blocks_of(64, tasks), smaller<int64_t>(long_parts, 64)), most);
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
   d.v_columns = round_up(a.value_dim, S::kLanes);
   return d;

@@ -1,19 +1,46 @@
 // Few query rows (decoding): every key and value is read once, so nothing is packed.
 //
-// R query rows at a time, up to four, meet keys as they lie in memory; the sums along the head dim
-// stay spread over the lanes until lanes / R keys are done and one transposition adds them all up.
+// R query rows at a time, up to four, meet keys and values as they lie in memory, from the first byte of a
+// row to its last: what a processor fetches ahead by itself is what comes next. Sums along the head dim stay
+// spread over the lanes until lanes / R keys are done and one transposition adds them all up; sums of values
+// are read and written for each few keys.
+//
+// bfloat16 that is computed as float32 is read two vectors at once and taken apart into the even and the
+// odd elements, which is one instruction for each. Queries are packed so, and sums of values lie so.
 #pragma once
 
 #include <type_traits>
 
+#include "kernel/key_rows.h"
 #include "kernel/matmul.h"
 #include "kernel/pack.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-constexpr int kFewRows = 8;  // up to here packing costs more than it saves
-constexpr int64_t kAheadRows = 64;
-constexpr int kFewHint = 1;
+constexpr int kFewHint = 3;
+
+// Whether elements are taken apart, and how many of a row.
+template <class U, class T>
+constexpr bool kApart = U::kValues == 1 && std::is_same_v<T, BF16>;
+template <class S, class U, class T>
+POLYATTN_INLINE int64_t apart(int64_t dim) {
+  return kApart<U, T> ? dim / (2 * S::kLanes) * (2 * S::kLanes) : 0;
+}
+
+// A query row as few_scores takes it.
+template <class S, class U, class T>
+inline void pack_few(const T* row, int64_t dim, float factor, float* out) {
+  const int64_t split = apart<S, U, T>(dim);
+  if constexpr (kApart<U, T>) {
+    for (int64_t i = 0; i < split; i += 2 * S::kLanes) {
+      typename S::Vec even, odd;
+      S::take_apart(row + i, even, odd);
+      S::store(out + i, S::mul(even, S::fill(factor)));
+      S::store(out + i + S::kLanes, S::mul(odd, S::fill(factor)));
+    }
+  }
+  pack_plain<S, U>(row + split, 0, 1, dim - split, factor, out + split, 0);
+}
 
 // Calls `each(rows, r)` for an item's rows from `r` on, so many at a time: a type whose value is 4, 2
 // or 1. Of the last four there may be fewer. The places of the others hold what an earlier item or call
@@ -26,45 +53,67 @@ POLYATTN_INLINE void by_few(int rows, Each each) {
   for (int r = 0; r < rows; r += 4) each(std::integral_constant<int, 4>(), r);
 }
 
-// scores[r * row + j] = q_r . key_j for R rows and `keys` keys.
-template <class S, class U, class T, int R, class Row>
-inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, int64_t dim, int64_t ahead,
-                       float* scores, int64_t row) {
-  constexpr int W = S::kLanes, kKeys = W / R;
+// Two vectors of units of a key, all there: neighbours, or the even and the odd elements.
+template <class S, class U, class T>
+POLYATTN_INLINE void two_key_units(const T* key, typename S::Vec& a, typename S::Vec& b) {
+  if constexpr (kApart<U, T>) {
+    S::take_apart(key, a, b);
+  } else {
+    a = load_units<S, U>(key, int64_t{S::kLanes} * U::kValues);
+    b = load_units<S, U>(key + S::kLanes * U::kValues, int64_t{S::kLanes} * U::kValues);
+  }
+}
+
+// Adds the products of a key's units from `u` on: those that fill no two vectors.
+template <class S, class U, class T, int R>
+__attribute__((noinline)) void few_last_products(const float* q, int64_t q_row, const T* key, int64_t u,
+                                                 int64_t dim, typename S::Vec (&sums)[R]) {
   const int64_t units = blocks_of(dim, U::kValues);
-  for (int64_t j = 0; j < keys; j += kKeys) {
-    const T* key[kKeys];
-#pragma GCC unroll 16
-    for (int i = 0; i < kKeys; ++i) {
-      key[i] = key_of(smaller(j + i, keys - 1));
+  for (; u < units; u += S::kLanes) {
+    const typename S::Vec k = load_units<S, U>(key + u * U::kValues, dim - u * U::kValues);
+    for (int r = 0; r < R; ++r) sums[r] = U::template dot<S>(sums[r], S::load(q + r * q_row + u), k);
+  }
+}
+
+// The products of one key with R query rows, lane by lane. `next`: what is fetched meanwhile.
+template <class S, class U, class T, int R>
+POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* key, const T* next, int64_t dim,
+                                  typename S::Vec (&sums)[R]) {
+  constexpr int W = S::kLanes;
+  typename S::Vec even[R], odd[R];  // twice as many sums, which wait for half as many products
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) even[r] = odd[r] = S::zero();
+  int64_t u = 0;
+  for (; (u + 2 * W) * U::kValues <= dim; u += 2 * W) {
+    if (next) __builtin_prefetch(next + u * U::kValues, 0, kFewHint);
+    typename S::Vec a, b;
+    two_key_units<S, U>(key + u * U::kValues, a, b);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      even[r] = U::template dot<S>(even[r], S::load(q + r * q_row + u), a);
+      odd[r] = U::template dot<S>(odd[r], S::load(q + r * q_row + u + W), b);
     }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sums[r] = S::add(even[r], odd[r]);
+  if (u * U::kValues < dim) few_last_products<S, U, T, R>(q, q_row, key, u, dim, sums);
+}
+
+// scores[r * row + j] = q_r . key_j for R rows and `keys` keys, which lie `offset` elements behind keys_at.
+// Scores of up to lanes / R - 1 keys more are written, which mean nothing.
+template <class S, class U, class T, int R>
+inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, int64_t offset, int64_t keys,
+                       bool fetches, int64_t dim, float* scores, int64_t row) {
+  constexpr int W = S::kLanes, kKeys = W / R;
+  for (int64_t j = 0; j < keys; j += kKeys) {
     typename S::Vec sums[W];
 #pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) sums[i] = S::zero();
-    int64_t u = 0;
-    for (; (u + W) * U::kValues <= dim; u += W) {
-      typename S::Vec k[kKeys];
-#pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) {
-        k[i] = load_units<S, U>(key[i] + u * U::kValues, int64_t{W} * U::kValues);
-        __builtin_prefetch(key[i] + ahead + u * U::kValues, 0, kFewHint);
-      }
+    for (int i = 0; i < kKeys; ++i) {
+      typename S::Vec of_key[R];
+      const T* next = fetches ? keys_at[j + i + kAheadRows] + offset : nullptr;
+      few_products<S, U, T, R>(q, q_row, keys_at[smaller(j + i, keys - 1)] + offset, next, dim, of_key);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const typename S::Vec x = S::load(q + r * q_row + u);
-#pragma GCC unroll 16
-        for (int i = 0; i < kKeys; ++i)
-          sums[r * kKeys + i] = U::template dot<S>(sums[r * kKeys + i], x, k[i]);
-      }
-    }
-    if (u < units) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) {
-        const typename S::Vec k = load_units<S, U>(key[i] + u * U::kValues, dim - u * U::kValues);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-          sums[r * kKeys + i] = U::template dot<S>(sums[r * kKeys + i], S::load(q + r * q_row + u), k);
-      }
+      for (int r = 0; r < R; ++r) sums[r * kKeys + i] = of_key[r];
     }
     float lanes[W];
     S::store(lanes, S::lane_sums(sums));
@@ -73,77 +122,118 @@ inline void few_scores(const float* q, int64_t q_row, Row key_of, int64_t keys, 
   }
 }
 
-// A vector of units from the value rows of one unit's keys, `n` columns of it. An odd last key has no
-// second row (nullptr): 0 stands for it, which only its probability of 0 meets.
+// The value rows of one unit's keys. An odd last key has no second row (nullptr): 0 stands for it, which only
+// its probability of 0 meets.
+template <class T>
+struct ValueRows {
+  const T *first, *second;
+};
+
+// One vector of units, `n` columns of it, from `column` on.
 template <class S, class U, class T>
-POLYATTN_INLINE typename S::Vec value_units(const T* first, const T* second, int n) {
+POLYATTN_INLINE typename S::Vec value_units(const ValueRows<T>& rows, int64_t column, int64_t n) {
+  constexpr int W = S::kLanes;
+  const int some = int(smaller<int64_t>(n, W));
   if constexpr (U::kValues == 1) {
-    return n >= S::kLanes ? S::load(first) : S::load_some(first, n);
+    return some == W ? S::load(rows.first + column) : S::load_some(rows.first + column, some);
   } else {
-    return S::interleave(first, second, n);
+    return S::interleave(rows.first + column, rows.second ? rows.second + column : nullptr, some);
   }
 }
 
-// sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for R rows, C vectors from `column` on.
-template <class S, class U, class T, int R, int C, class Row>
-POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, Row value_of, int64_t keys,
-                                       int64_t column, int64_t dim, int64_t ahead, float* out,
-                                       int64_t columns) {
+// Two vectors of units, all there: of neighbouring columns, or of even and odd ones.
+template <class S, class U, class T>
+POLYATTN_INLINE void two_value_units(const ValueRows<T>& rows, int64_t column, typename S::Vec& a,
+                                     typename S::Vec& b) {
   constexpr int W = S::kLanes;
-  typename S::Vec sums[R][C];
+  if constexpr (kApart<U, T>) {
+    S::take_apart(rows.first + column, a, b);
+  } else if constexpr (U::kValues > 1) {
+    S::interleave_two(rows.first + column, rows.second + column, a, b);
+  } else {
+    a = S::load(rows.first + column);
+    b = S::load(rows.first + column + W);
+  }
+}
+
+// sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for R rows and N units of keys. `whole`: no row
+// lacks a second one.
+template <class S, class U, class T, int R, int N>
+POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRows<T> (&rows)[N], bool whole,
+                                    const T* const* next, int64_t offset, int64_t dim, float* sums,
+                                    int64_t columns) {
+  using Vec = typename S::Vec;
+  constexpr int W = S::kLanes;
+  Vec factor[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) sums[r][c] = S::load(out + r * columns + column + c * W);
+    for (int n = 0; n < N; ++n) factor[r][n] = S::fill(p[r * p_row + n]);
   }
-  const bool whole = column + C * W <= dim;
-  for (int64_t j = 0; j < keys; j += U::kValues) {
-    const T* first = value_of(j) + column;
-    const T* second = U::kValues > 1 && j + 1 < keys ? value_of(j + 1) + column : nullptr;
-    if (ahead) prefetch_row<kFewHint>(first + ahead, C * W);
-    if (ahead && second) prefetch_row<kFewHint>(second + ahead, C * W);
-    typename S::Vec v[C];
-    if (whole && (U::kValues == 1 || second)) {
-      if constexpr (U::kValues > 1 && C % 2 == 0) {
+  int64_t c = 0;
+  for (; whole && c + 2 * W <= dim; c += 2 * W) {
+    if (next) {
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c += 2) S::interleave_two(first + c * W, second + c * W, v[c], v[c + 1]);
-      } else {
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) v[c] = value_units<S, U>(first + c * W, second + (second ? c * W : 0), W);
-      }
-    } else {
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) {
-        const int n = int(larger<int64_t>(smaller<int64_t>(dim - column - c * W, W), 0));
-        v[c] = value_units<S, U>(first + c * W, second ? second + c * W : nullptr, n);
-      }
+      for (int n = 0; n < N * U::kValues; ++n) __builtin_prefetch(next[n] + offset + c, 0, kFewHint);
     }
+    Vec a[N], b[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) two_value_units<S, U>(rows[n], c, a[n], b[n]);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const typename S::Vec x = S::fill(p[r * p_row + j / U::kValues]);
+      float* to = sums + r * columns + c;
+      Vec x = S::load(to), y = S::load(to + W);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sums[r][c] = U::template dot<S>(sums[r][c], x, v[c]);
+      for (int n = 0; n < N; ++n) {
+        x = U::template dot<S>(x, factor[r][n], a[n]);
+        y = U::template dot<S>(y, factor[r][n], b[n]);
+      }
+      S::store(to, x);
+      S::store(to + W, y);
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
+  for (; c < dim; c += W) {
+    Vec a[N];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) S::store(out + r * columns + column + c * W, sums[r][c]);
+    for (int n = 0; n < N; ++n) a[n] = value_units<S, U>(rows[n], c, dim - c);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* to = sums + r * columns + c;
+      Vec x = S::load(to);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) x = U::template dot<S>(x, factor[r][n], a[n]);
+      S::store(to, x);
+    }
   }
 }
 
-template <class S, class U, class T, int R, class Row>
-inline void few_values(const float* p, int64_t p_row, Row value_of, int64_t keys, int64_t dim, int64_t ahead,
-                       float* out, int64_t columns) {
-  // the fewer rows, the more vectors: as many sums as it takes to wait for none
-  constexpr int kMost = (S::kColumnBlock >= 4 ? 4 : 2) * 4 / R, C = kMost > 8 ? 8 : kMost;
-  int64_t column = 0;
-  for (; column + C * S::kLanes <= columns; column += C * S::kLanes)
-    few_value_columns<S, U, T, R, C>(p, p_row, value_of, keys, column, dim, ahead, out, columns);
-  for (; R < 4 && column + C / 2 * S::kLanes <= columns; column += C / 2 * S::kLanes)
-    few_value_columns<S, U, T, R, C / 2>(p, p_row, value_of, keys, column, dim, ahead, out, columns);
-  for (; column < columns; column += S::kLanes)
-    few_value_columns<S, U, T, R, 1>(p, p_row, value_of, keys, column, dim, ahead, out, columns);
+// The same for any number of keys, which lie `offset` elements behind values_at.
+template <class S, class U, class T, int R>
+inline void few_values(const float* p, int64_t p_row, const T* const* values_at, int64_t offset, int64_t keys,
+                       bool fetches, int64_t dim, float* sums, int64_t columns) {
+  // the probabilities of so many keys and rows stay in registers
+  constexpr bool kManyRegisters = S::kColumnBlock >= 4;
+  constexpr int kAtOnce = R > 2 && !kManyRegisters ? 2 : R, N = 4;
+  int64_t j = 0;
+  for (; j + N * U::kValues <= keys; j += N * U::kValues) {
+    ValueRows<T> rows[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const T* const* at = values_at + j + n * U::kValues;
+      rows[n] = {at[0] + offset, U::kValues > 1 ? at[1] + offset : nullptr};
+    }
+    for (int r = 0; r < R; r += kAtOnce) {
+      const T* const* next = fetches && r == 0 ? values_at + j + kAheadRows : nullptr;
+      few_value_rows<S, U, T, kAtOnce, N>(p + r * p_row + j / U::kValues, p_row, rows, true, next, offset,
+                                          dim, sums + r * columns, columns);
+    }
+  }
+  for (; j < keys; j += U::kValues) {
+    const bool pair = U::kValues > 1 && j + 1 < keys;
+    const ValueRows<T> rows[1] = {{values_at[j] + offset, pair ? values_at[j + 1] + offset : nullptr}};
+    few_value_rows<S, U, T, R, 1>(p + j / U::kValues, p_row, rows, pair || U::kValues == 1, nullptr, 0, dim,
+                                  sums, columns);
+  }
 }
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

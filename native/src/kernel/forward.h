@@ -20,7 +20,7 @@ class Forward {
   static bool run(const Arguments& a) {
     Forward self(a);
     if (self.d_.items == 0) return true;
-    const int64_t tasks = self.d_.items * self.d_.splits;
+    const int64_t tasks = self.tasks();
     if (self.d_.splits > 1 && !self.make_parts()) return false;
     parallel(worthwhile(a, tasks), [](void* p, int) { static_cast<Forward*>(p)->work(); }, &self);
     __builtin_free(self.memory_);
@@ -29,6 +29,8 @@ class Forward {
 
  private:
   explicit Forward(const Arguments& a) : a_(a), d_(divide<S, U>(a)), item_(a, d_) {}
+
+  int64_t tasks() const { return a_.batch * d_.tasks_per_batch * d_.splits; }
 
   bool make_parts() {
     const size_t rows = size_t(d_.items * d_.splits * d_.rows);
@@ -44,6 +46,7 @@ class Forward {
   }
 
   void work() {
+    [[maybe_unused]] const typename U::Session session;
     const size_t bytes = Workspace::layout(d_, item_.k_units(), nullptr, nullptr);
     float* base = reinterpret_cast<float*>(scratch(bytes));
     if (!base) {
@@ -52,43 +55,56 @@ class Forward {
     }
     Workspace w;
     Workspace::layout(d_, item_.k_units(), base, &w);
-    const int64_t tasks = d_.items * d_.splits;
+    const int64_t tasks = this->tasks(), groups = tasks / d_.splits;
     for (;;) {
       const int64_t task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
       if (task >= tasks) return;
-      if (d_.splits == 1) {
-        whole(w, task);
-      } else {
-        part(w, task % d_.items, task / d_.items);  // heads whose rows lie side by side, side by side
-      }
+      // parts of neighbouring heads side by side: their rows may lie so
+      d_.together == 1 ? alone(w, task % groups, task / groups) : together(w, task % groups, task / groups);
     }
   }
 
-  void whole(Workspace& w, int64_t number) {
-    Item item;
-    if (!open_item(a_, d_, number, w.strips, &item)) return;
-    item_.attend(w, item, 0, 1, false);
-    if (!item_.finish(w, item) && a_.terms > 0) {
-      item_.attend(w, item, 0, 1, true);
-      item_.finish(w, item);
-    }
-  }
-
-  void part(Workspace& w, int64_t number, int64_t split) {
+  void alone(Workspace& w, int64_t number, int64_t split) {
     Item item;
     if (!open_item(a_, d_, number, w.strips, &item)) return;
     item_.attend(w, item, split, d_.splits, false);
+    end(w, item, number, split);
+  }
+
+  void together(Workspace& w, int64_t group, int64_t split) {
+    const int64_t per_batch = d_.items / a_.batch, inner = group % d_.tasks_per_batch * d_.together;
+    const int64_t first = group / d_.tasks_per_batch * per_batch + inner;
+    const int count = int(smaller(d_.together, per_batch - inner));
+    Item items[kMostTogether];
+    for (int i = 0; i < count; ++i) {
+      if (!open_item(a_, d_, first + i, w.strips + i, items + i)) return;
+    }
+    item_.attend_together(w, items, count, split, d_.splits);
+    for (int i = 0; i < count; ++i) {
+      Workspace own = w.of(d_, i);
+      end(own, items[i], first + i, split);
+    }
+  }
+
+  // What remains to do where a part of an item, or all of it, was attended to.
+  void end(Workspace& w, const Item& item, int64_t number, int64_t split) {
+    if (d_.splits == 1) {
+      if (item_.finish(w, item, false) || a_.terms == 0) return;
+      item_.attend(w, item, 0, 1, true);
+      item_.finish(w, item, true);
+      return;
+    }
     keep(w, item, number * d_.splits + split);
     const int done = __atomic_add_fetch(&parts_.done[number], 1, __ATOMIC_ACQ_REL);
     if (done < d_.splits) return;
     merge(w, item, number);
-    if (item_.finish(w, item) || a_.terms == 0) return;
+    if (item_.finish(w, item, false) || a_.terms == 0) return;
     for (int64_t i = 0; i < d_.splits; ++i) {
       item_.attend(w, item, i, d_.splits, true);
       keep(w, item, number * d_.splits + i);
     }
     merge(w, item, number);
-    item_.finish(w, item);
+    item_.finish(w, item, true);
   }
 
   void keep(const Workspace& w, const Item& item, int64_t place) {

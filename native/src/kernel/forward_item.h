@@ -2,6 +2,7 @@
 // which are packed once and met by every strip of the item.
 #pragma once
 
+#include "kernel/few_rows.h"
 #include "kernel/forward_strip.h"
 #include "kernel/pack.h"
 
@@ -10,51 +11,74 @@ namespace polyattn::POLYATTN_NAMESPACE {
 template <class S, class U, class T>
 class ForwardItem {
  public:
-  ForwardItem(const Arguments& a, const Division& d) : a_(a), d_(d), strip_(a, d) {}
+  ForwardItem(const Arguments& a, const Division& d)
+      : a_(a), d_(d), units_(a), strip_(a, d, units_), few_(a, d, units_) {}
 
-  Scores scores() const { return strip_.scores(); }
+  Scores scores() const { return units_.kind; }
   int64_t k_units() const { return strip_.k_units(); }
 
   // Runs an item over one of `splits` parts of its keys; leaves sums in w.out and w.state.
   // `careful`: a masked value that is not finite would reach rows as 0 * NaN, so each row gets
   // values of its own in which what it does not see is 0; same products, same order.
   void attend(Workspace& w, const Item& item, int64_t split, int64_t splits, bool careful) const {
-    for (int64_t r = 0; r < round_up(item.rows, kRows); ++r) {
-      w.state.maximum[r] = -kInfinity;
-      w.state.sum[r] = 0;
-    }
-    std::memset(w.out, 0, size_t(item.rows * d_.v_columns) * 4);
-    pack_queries(w, item);
-    Span keys = item_span(w, item);
+    const Span keys = begin(w, item, split, splits);
     if (keys.empty()) return;
-    if (splits > 1) {
-      const int64_t size = round_up(blocks_of(keys.high - keys.low, splits), kTile);
-      const int64_t begin = keys.low / kTile * kTile;
-      const int64_t high = keys.high;
-      keys.low = larger(keys.low, begin + split * size);
-      keys.high = smaller(high, begin + (split + 1) * size);
-      if (split == splits - 1) keys.high = high;
-      if (keys.empty()) return;
+    for (int64_t j = keys.low / kTile * kTile; j < keys.high; j += kChunkKeys) {
+      const int64_t end = smaller(j + kChunkKeys, keys.high);
+      few(item) ? chunk_of_few(w, item, keys, j, end, careful) : chunk(w, item, j, end, careful);
     }
-    for (int64_t j = keys.low / kTile * kTile; j < keys.high; j += kChunkKeys)
-      chunk(w, item, j, smaller(j + kChunkKeys, keys.high), careful);
   }
 
-  // Normalises and writes; false if an output is NaN.
-  bool finish(const Workspace& w, const Item& item) const {
+  // The same for the first `count` items of a workspace, of few rows, which walk over their keys together.
+  void attend_together(Workspace& w, const Item* items, int count, int64_t split, int64_t splits) const {
+    Span keys[kMostTogether], all{kUnbounded, 0};
+    for (int i = 0; i < count; ++i) {
+      Workspace own = w.of(d_, i);
+      keys[i] = begin(own, items[i], split, splits);
+      if (keys[i].empty()) continue;
+      all.low = smaller(all.low, keys[i].low / kTile * kTile);
+      all.high = larger(all.high, keys[i].high);
+    }
+    for (int64_t j = all.low; j < all.high; j += kTogetherKeys) {
+      Visit visits[kMostTogether];
+      few_.probabilities(w, items, keys, count, j, smaller(j + kTogetherKeys, all.high), visits);
+      few_.values(w, items, visits, count, j);
+    }
+  }
+
+  // Normalises and writes; false if an output is NaN. `careful`: how the item was run.
+  bool finish(const Workspace& w, const Item& item, bool careful) const {
+    const int64_t split = few(item) && !careful ? apart<S, U, T>(a_.value_dim) : 0;
     bool fine = true;
     for (int i = 0; i < item.strips; ++i) {
       const Strip& s = w.strips[i];
       for (int r = 0; r < s.count; ++r) {
         const int64_t row = int64_t{i} * kRows + r;
         fine &= finish_row(item, s.head[r], s.t[r], w.state.maximum[row], w.state.sum[row],
-                           w.out + row * d_.v_columns);
+                           w.out + row * d_.v_columns, split);
       }
     }
     return fine;
   }
 
  private:
+  static bool few(const Item& item) { return item.rows <= kFewRows; }
+
+  // An item before its first key; returns the keys of the part.
+  Span begin(Workspace& w, const Item& item, int64_t split, int64_t splits) const {
+    for (int64_t r = 0; r < round_up(item.rows, kRows); ++r) {
+      w.state.maximum[r] = -kInfinity;
+      w.state.sum[r] = 0;
+    }
+    std::memset(w.out, 0, size_t(item.rows * d_.v_columns) * 4);
+    pack_queries(w, item);
+    const Span all = item_span(w, item);
+    if (splits == 1 || all.empty()) return all;
+    const int64_t size = round_up(blocks_of(all.high - all.low, splits), kTile);
+    const int64_t first = all.low / kTile * kTile + split * size;
+    return {larger(all.low, first), split == splits - 1 ? all.high : smaller(all.high, first + size)};
+  }
+
   template <class E>
   E* row_of(const Array& x, const Item& item, int64_t head, int64_t t) const {
     return static_cast<E*>(x.data) + item.q.b * x.batch + head * x.head + (item.q.q_base + t) * x.row;
@@ -75,14 +99,19 @@ class ForwardItem {
     for (int i = 0; i < item.strips; ++i) {
       const Strip& s = w.strips[i];
       float* to = w.q + int64_t{i} * kRows * d_.q_units;
+      if (few(item)) {
+        for (int r = 0; r < s.count; ++r)
+          few_.pack_query(row_of<const T>(a_.q, item, s.head[r], s.t[r]), to + r * d_.q_units);
+        continue;
+      }
       if (!d_.heads_as_rows) {
         pack_plain<S, U>(row_of<const T>(a_.q, item, item.head, s.t[0]), a_.q.row, s.count, a_.head_dim,
-                         strip_.q_factor(), to, d_.q_units);
+                         units_.of_queries(), to, d_.q_units);
         continue;
       }
       for (int r = 0; r < s.count; ++r) {
-        pack_plain<S, U>(row_of<const T>(a_.q, item, s.head[r], s.t[r]), 0, 1, a_.head_dim, strip_.q_factor(),
-                         to + r * d_.q_units, d_.q_units);
+        pack_plain<S, U>(row_of<const T>(a_.q, item, s.head[r], s.t[r]), 0, 1, a_.head_dim,
+                         units_.of_queries(), to + r * d_.q_units, d_.q_units);
       }
     }
   }
@@ -91,33 +120,46 @@ class ForwardItem {
     bool packed[kChunk] = {};
     for (int i = 0; i < item.strips; ++i) {
       Visit visit;
-      plan<S>(a_, item.q, w.strips[i], begin, end, w.words, &visit);
+      plan<S, U>(a_, item.q, w.strips[i], begin, end, w.words, &visit);
       if (visit.tiles == 0) continue;
-      for (int n = 0; n < visit.tiles && (!strip_.few(item) || careful); ++n) {
+      for (int n = 0; n < visit.tiles; ++n) {
         const Tile& tile = visit.tile[n];
         if (packed[tile.slot]) continue;
         packed[tile.slot] = true;
-        pack_tile(w, item, tile);
+        pack_keys(w, item, tile);
+        pack_values(w, item, tile);
       }
       strip_.strip(w, item, i, visit, careful);
     }
   }
 
-  void pack_tile(Workspace& w, const Item& item, const Tile& tile) const {
+  void chunk_of_few(Workspace& w, const Item& item, const Span& keys, int64_t begin, int64_t end,
+                    bool careful) const {
+    Visit visit;
+    few_.probabilities(w, &item, &keys, 1, begin, end, &visit);
+    if (!careful) return few_.values(w, &item, &visit, 1, begin);
+    for (int n = 0; n < visit.tiles; ++n) pack_values(w, item, visit.tile[n]);
+    if (visit.tiles > 0) strip_.values_by_row(w, w.strips[0], visit, w.out);
+  }
+
+  void pack_keys(Workspace& w, const Item& item, const Tile& tile) const {
     auto key = [&](int64_t j) { return strip_.key_row(a_.k, item, tile.j0 + j); };
-    auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };
     pack_transposed<S, U, T>(key, tile.keys, tile.columns, a_.head_dim,
                              w.k + tile.slot * kTile * strip_.k_units(), kTile, ahead(a_.k));
+  }
+
+  void pack_values(Workspace& w, const Item& item, const Tile& tile) const {
+    auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };
     pack_rows<S, U, T>(value, tile.keys, tile.columns, a_.value_dim, strip_.packed_values(w, tile),
                        d_.v_columns, ahead(a_.v));
   }
 
   int64_t ahead(const Array& x) const { return a_.pages.table ? 0 : 32 * x.row; }
 
-  bool finish_row(const Item& item, int64_t head, int64_t t, float maximum, float sum,
-                  const float* sums) const {
+  bool finish_row(const Item& item, int64_t head, int64_t t, float maximum, float sum, const float* sums,
+                  int64_t split) const {
     // natural scores are kept as they are: the largest floats times log2(e) are infinite
-    const bool natural = strip_.scores() == Scores::natural;
+    const bool natural = units_.kind == Scores::natural;
     const float to_log2 = natural ? kLog2E : 1.0f;
     float shrink = 1.0f;
     for (int64_t m = 0; a_.sinks && m < a_.sink_count; ++m) {
@@ -134,7 +176,18 @@ class ForwardItem {
     const float factor = sum == 0 ? 0.0f : shrink / sum;
     typename S::Vec seen = S::zero();
     const typename S::Vec f = S::fill(factor);
-    for (int64_t c = 0; c < a_.value_dim; c += S::kLanes) {
+    int64_t c = 0;
+    if constexpr (kApart<U, T>) {
+      for (; c < split; c += 2 * S::kLanes) {
+        typename S::Vec x = sum == 0 ? S::zero() : S::mul(S::load(sums + c), f);
+        typename S::Vec y = sum == 0 ? S::zero() : S::mul(S::load(sums + c + S::kLanes), f);
+        seen = S::fma(y, S::zero(), S::fma(x, S::zero(), seen));
+        S::put_together(x, y);
+        S::store(out + c, x);
+        S::store(out + c + S::kLanes, y);
+      }
+    }
+    for (; c < a_.value_dim; c += S::kLanes) {
       typename S::Vec x = sum == 0 ? S::zero() : S::mul(S::load(sums + c), f);
       if (a_.value_dim - c >= S::kLanes) {
         S::store(out + c, x);
@@ -152,7 +205,9 @@ class ForwardItem {
 
   const Arguments& a_;
   const Division& d_;
+  const ScoreUnits<U> units_;
   const ForwardStrip<S, U, T> strip_;
+  const FewRows<S, U, T> few_;
 };
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

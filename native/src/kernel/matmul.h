@@ -1,113 +1,22 @@
-// The register block: kRowBlock rows by kColumnBlock vectors of sums stay in registers while the
-// summed dim runs; one broadcast of A meets a row of B.
+// The product of all passes, from registers or, for units that a matrix unit multiplies, from tiles.
 #pragma once
 
-#include "kernel/elements.h"
+#include "kernel/matmul_tiles.h"
+#include "kernel/matmul_vectors.h"
+#include "kernel/units.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-template <class S, int R, int C>
-struct Sums {
-  typename S::Vec v[R][C];
-};
-
-// sums[r][c] += sum_k a[r * a_row + k * a_step] * b[k * b_row + c], in units.
-template <class S, class U, int R, int C>
-POLYATTN_INLINE void accumulate(Sums<S, R, C>& sums, const float* a, int64_t a_row, int64_t a_step,
-                                const float* b, int64_t b_row, int64_t count) {
-  using Vec = typename S::Vec;
-  for (int64_t k = 0; k < count; ++k) {
-    Vec row[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) row[c] = S::load(b + c * S::kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      Vec x = S::fill(a[r * a_row]);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sums.v[r][c] = U::template dot<S>(sums.v[r][c], x, row[c]);
-    }
-    a += a_step;
-    b += b_row;
-  }
-}
-
-// Operands that lie in several pieces along the summed dim.
-struct Piece {
-  const float* a;
-  const float* b;
-  int64_t count;  // units
-};
-
-struct Strides {
-  int64_t a_row, a_step, b_row, c_row;
-};
-
-// What becomes of the sums. `set_max` also raises tops[row * lanes ..] to the largest of each lane.
-enum class Into { set, add, set_max };
-
-template <class S, class U, int R, int C, Into kInto>
-POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t row, int64_t column, float* c,
-                           float* tops) {
-  using Vec = typename S::Vec;
-  Sums<S, R, C> sums;
-  c += row * s.c_row + column;
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int i = 0; i < C; ++i)
-      sums.v[r][i] = kInto == Into::add ? S::load(c + r * s.c_row + i * S::kLanes) : S::zero();
-  }
-  for (int p = 0; p < count; ++p) {
-    accumulate<S, U, R, C>(sums, pieces[p].a + row * s.a_row, s.a_row, s.a_step, pieces[p].b + column,
-                           s.b_row, pieces[p].count);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) S::store(c + r * s.c_row + i * S::kLanes, sums.v[r][i]);
-    if constexpr (kInto == Into::set_max) {
-      float* top = tops + (row + r) * S::kLanes;
-      Vec most = S::load(top);  // a NaN is passed over
-#pragma GCC unroll 8
-      for (int i = 0; i < C; ++i) most = S::max(sums.v[r][i], most);
-      S::store(top, most);
-    }
-  }
-}
-
-template <class S, class U, int C, Into kInto>
-__attribute__((noinline)) void column_of_blocks(const Piece* pieces, int count, Strides s, int64_t rows,
-                                                int64_t column, float* c, float* tops) {
-  int64_t r = 0;
-  for (; r + S::kRowBlock <= rows; r += S::kRowBlock)
-    block<S, U, S::kRowBlock, C, kInto>(pieces, count, s, r, column, c, tops);
-  if (r + 4 <= rows) {
-    block<S, U, 4, C, kInto>(pieces, count, s, r, column, c, tops);
-    r += 4;
-  }
-  if (r + 2 <= rows) {
-    block<S, U, 2, C, kInto>(pieces, count, s, r, column, c, tops);
-    r += 2;
-  }
-  if (r < rows) block<S, U, 1, C, kInto>(pieces, count, s, r, column, c, tops);
-}
-
-// c = [c +] sum over pieces of a @ b; columns a multiple of the lanes.
+// c = [c +] sum over pieces of a @ b; columns a multiple of the lanes. In tiles, the units of a piece are
+// a multiple of kTileUnits.
 template <class S, class U, Into kInto>
 inline void multiply(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns, float* c,
                      float* tops = nullptr) {
-  constexpr int64_t kPanel = int64_t{S::kColumnBlock} * S::kLanes;
-  int64_t column = 0;
-  for (; column + kPanel <= columns; column += kPanel)
-    column_of_blocks<S, U, S::kColumnBlock, kInto>(pieces, count, s, rows, column, c, tops);
-  if constexpr (S::kColumnBlock > 2) {
-    if (column + 2 * S::kLanes <= columns) {
-      column_of_blocks<S, U, 2, kInto>(pieces, count, s, rows, column, c, tops);
-      column += 2 * S::kLanes;
-    }
+  if constexpr (U::kInTiles) {
+    TileProduct<S, U, kInto>().run(pieces, count, s, rows, columns, c, tops);
+  } else {
+    multiply_vectors<S, U, kInto>(pieces, count, s, rows, columns, c, tops);
   }
-  for (; column < columns; column += S::kLanes)
-    column_of_blocks<S, U, 1, kInto>(pieces, count, s, rows, column, c, tops);
 }
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -31,7 +31,7 @@ template <class S, class U, class T>
 POLYATTN_INLINE void transpose_rows(const T* const (&source)[S::kLanes], int64_t dim, float* out,
                                     int64_t out_row) {
   constexpr int W = S::kLanes;
-  const int64_t units = blocks_of(dim, U::kValues);
+  const int64_t units = units_of<U>(dim);
   int64_t u = 0;
   typename S::Vec r[W];
   for (; (u + W) * U::kValues <= dim; u += W) {

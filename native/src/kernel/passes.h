@@ -35,9 +35,23 @@ bool backward(const Arguments& a) {
   return true;
 }
 
+// For a set whose products are of bfloat16 alone: another set runs the other types.
+template <class S, class Half>
+bool forward_or(const Arguments& a, const Kernels& other) {
+  if (a.dtype != DType::bf16) return other.forward(a);
+  if (a.batch == 0 || a.q_heads == 0 || a.q_len == 0) return true;
+  return Forward<S, Half, BF16>::run(a);
+}
+
+template <class S, class Half>
+bool backward_or(const Arguments& a, const Kernels& other) {
+  return a.dtype == DType::bf16 ? Backward<S, Half, BF16>::run(a) : other.backward(a);
+}
+
 template <class S, class Half>
 double spin_both(bool bf16, int64_t iterations) {
   if (!bf16) return spin<S, FloatUnit>(iterations);
+  if constexpr (Half::kInTiles) return spin_tiles<Half>(iterations);
   if constexpr (Half::kValues > 1) return spin<S, Half>(iterations);
   return 0;
 }

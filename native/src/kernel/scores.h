@@ -22,6 +22,21 @@ inline Scores scores_of(const Arguments& a) {
   return a.scale > 0 ? Scores::raw : Scores::natural;
 }
 
+// The units of a call, and the factors that lead from one to the next.
+template <class U>
+class ScoreUnits {
+ public:
+  explicit ScoreUnits(const Arguments& a) : kind(scores_of<U>(a)) {
+    factor = kind == Scores::natural ? a.scale : a.scale * kLog2E;
+  }
+
+  const Scores kind;
+  float factor;  // of the soft-max, for raw scores
+  // By which queries are multiplied where they are packed, and what soft cap and bias need then.
+  float of_queries() const { return U::kValues == 1 ? factor : 1.0f; }
+  float adjusting() const { return U::kValues == 1 ? 1.0f : factor; }
+};
+
 // tanh, relatively exact near 0 (the polynomial of Cephes' tanhf), NaN for NaN.
 template <class S>
 POLYATTN_INLINE typename S::Vec tanh(typename S::Vec x) {

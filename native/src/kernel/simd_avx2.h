@@ -21,6 +21,17 @@ struct Simd {
     const __m128i x = _mm_loadu_si128((const __m128i*)p);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
   }
+  // Two vectors of elements as the even and the odd ones; and the order that they had.
+  static POLYATTN_INLINE void take_apart(const BF16* p, Vec& even, Vec& odd) {
+    const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000u))));
+  }
+  static POLYATTN_INLINE void put_together(Vec& even, Vec& odd) {
+    const Vec low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+    even = _mm256_permute2f128_ps(low, high, 0x20);
+    odd = _mm256_permute2f128_ps(low, high, 0x31);
+  }
   static POLYATTN_INLINE Vec load(const F16* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
   }

@@ -17,6 +17,18 @@ struct Simd {
   static POLYATTN_INLINE Vec fill(float x) { return _mm512_set1_ps(x); }
   static POLYATTN_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static POLYATTN_INLINE Vec load(const BF16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+  // Two vectors of elements as the even and the odd ones; and the order that they had.
+  static POLYATTN_INLINE void take_apart(const BF16* p, Vec& even, Vec& odd) {
+    const __m512i x = _mm512_loadu_si512(p);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000u))));
+  }
+  static POLYATTN_INLINE void put_together(Vec& even, Vec& odd) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const Vec low = _mm512_permutex2var_ps(even, first, odd);
+    odd = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
+    even = low;
+  }
   static POLYATTN_INLINE Vec load(const F16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
   }

@@ -31,6 +31,18 @@ struct Simd {
     std::memcpy(&x, p, sizeof x);
     return x;
   }
+  // Two vectors of elements as the even and the odd ones; and the order that they had.
+  static POLYATTN_INLINE void take_apart(const BF16* p, Vec& even, Vec& odd) {
+    Int x;
+    std::memcpy(&x, p, sizeof x);
+    even = (Vec)(x << 16);
+    odd = (Vec)(x & int32_t(0xffff0000u));
+  }
+  static POLYATTN_INLINE void put_together(Vec& even, Vec& odd) {
+    const Vec low{even[0], odd[0], even[1], odd[1]};
+    odd = Vec{even[2], odd[2], even[3], odd[3]};
+    even = low;
+  }
   template <class T>
   static POLYATTN_INLINE Vec load(const T* p) {
     return Vec{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel/scores.h"
+#include "kernel/visit.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -128,6 +129,31 @@ __attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, i
     const Vec sum = across<S>(lanes + r * W, [](Vec(&x)[W]) { return S::lane_sums(x); });
     S::store(state.sum + r, S::fma(S::load(state.sum + r), S::load(shrink + r), sum));
   }
+}
+
+template <class S, class U>
+inline void soften(const ScoreUnits<U>& units, float* scores, int64_t stride, int rows, int columns,
+                   RowStates state, float* lanes, float* shrink) {
+  const float factor = units.factor;
+  switch (units.kind) {
+    case Scores::folded:
+      return soften<S, U, Scores::folded>(scores, stride, rows, columns, factor, state, lanes, shrink);
+    case Scores::raw:
+      return soften<S, U, Scores::raw>(scores, stride, rows, columns, factor, state, lanes, shrink);
+    default:
+      return soften<S, U, Scores::natural>(scores, stride, rows, columns, factor, state, lanes, shrink);
+  }
+}
+
+// A tile's products of queries and keys as the soft-max takes them, and what they raise the rows' maxima to,
+// lane by lane. `words`: nullptr where nothing is masked.
+template <class S, class U>
+inline void settle(const Arguments& a, const Sequence& q, const Strip& s, const Tile& tile,
+                   const ScoreUnits<U>& units, const uint64_t* words, float* scores, float* tops) {
+  if (units.kind == Scores::natural)
+    adjust<S>(a, q, s, tile.j0, tile.keys, units.adjusting(), scores, kScoreRow);
+  if (words) hide<S>(words, s.count, tile.columns, scores, kScoreRow);
+  for (int r = 0; r < s.count; ++r) raise<S>(scores + r * kScoreRow, tile.columns, tops + r * S::kLanes);
 }
 
 template <class S>

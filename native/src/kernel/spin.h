@@ -35,4 +35,31 @@ inline double spin(int64_t iterations) {
   return 2.0 * double(R * C * S::kLanes * U::kValues) * double(iterations);
 }
 
+// The same from tiles.
+template <class U>
+inline double spin_tiles(int64_t iterations) {
+  alignas(64) float tile[kTileUnits * kTileUnits] = {};
+  [[maybe_unused]] const typename U::Session session;
+  typename U::Tiles tiles;
+  tiles.template zero<0>();
+  tiles.template zero<1>();
+  tiles.template zero<2>();
+  tiles.template zero<3>();
+  tiles.template load<4>(tile, kTileUnits);
+  tiles.template load<5>(tile, kTileUnits);
+  tiles.template load<6>(tile, kTileUnits);
+  tiles.template load<7>(tile, kTileUnits);
+  for (int64_t i = 0; i < iterations; ++i) {
+    tiles.template dot<0, 4, 6>();
+    tiles.template dot<1, 4, 7>();
+    tiles.template dot<2, 5, 6>();
+    tiles.template dot<3, 5, 7>();
+  }
+  tiles.template store<0>(tile, kTileUnits);
+  volatile float used = tile[0];
+  (void)used;
+  constexpr double kOperations = 2.0 * kTileUnits * kTileUnits * kTileUnits * U::kValues;
+  return 4 * kOperations * double(iterations);
+}
+
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -14,8 +14,9 @@ constexpr int64_t kScoreRow = kChunkKeys + 16;
 
 struct Tile {
   int64_t j0;
-  int keys, columns;  // columns: rounded up to the lanes
+  int keys, columns;  // columns: rounded up to the grain
   int slot;           // in the packed chunk
+  int first;          // column of its scores, of all that are visited
 };
 
 struct Visit {
@@ -25,14 +26,14 @@ struct Visit {
 };
 
 // Keys begin to end - 1. `bits`: kRows words for each visited tile; set where it is mixed.
-template <class S>
+template <class S, class U>
 inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t begin, int64_t end,
                  uint64_t* bits, Visit* visit) {
   for (int64_t j = begin; j < end; j += kTile) {
     Tile tile;
     tile.j0 = j;
     tile.keys = int(smaller<int64_t>(kTile, end - j));
-    tile.columns = int(round_up(tile.keys, S::kLanes));
+    tile.columns = int(round_up(tile.keys, kColumnGrain<S, U>));
     tile.slot = int((j - begin) / kTile);
     uint64_t* own = bits + int64_t{visit->tiles} * kRows;
     Cover seen = cover(a, q, s, j, j + tile.keys);
@@ -42,6 +43,7 @@ inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t 
       for (int r = 0; r < s.count; ++r) own[r] = low_bits(tile.keys);
       seen = Cover::mixed;
     }
+    tile.first = visit->columns;
     visit->tile[visit->tiles] = tile;
     visit->mixed[visit->tiles++] = seen == Cover::mixed;
     visit->columns += tile.columns;

@@ -28,7 +28,7 @@ __all__ = [
 BFLOAT16 = 1
 """The code of the dtype, as the extension takes it: DType of polyattn/arguments.h."""
 FEW_ROWS = 8
-"""Query rows on one key head up to which the kernels pack nothing: kFewRows of kernel/few.h."""
+"""Query rows on one key head up to which the kernels pack nothing: kFewRows of division.h."""
 MARGIN = 1.15
 """How much higher a peak must be for another form than the best: the pairs need half the memory."""
 _BLOCKS = 6

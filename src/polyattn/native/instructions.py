@@ -16,14 +16,15 @@ _AVX512 = _AVX2 | {"bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _NEEDS = {
     "avx512bf16": _AVX512 | {"avx512_bf16"}, "avx512": _AVX512, "avx2": _AVX2,
     "neon": frozenset({"neon"}), "generic": frozenset[str](),
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}, "amx_twin": frozenset[str](),
 }  # fmt: skip
 
 
 def forms(instructions: frozenset[str]) -> tuple[str, ...]:
-    """Return the forms of the kernels that such a processor runs, best first.
+    """Return the forms that such a processor runs, best first, then those taken only by name.
 
     >>> forms(frozenset({"avx2", "fma", "f16c"}))
-    ('avx2', 'generic')
+    ('avx2', 'generic', 'amx_twin')
     """
     return tuple(name for name, needs in _NEEDS.items() if needs <= instructions)
 

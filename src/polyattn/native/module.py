@@ -63,7 +63,11 @@ def status() -> Probe:
 
 
 def isas() -> tuple[str, ...]:
-    """Return the instruction sets that this build has and this processor runs, best first."""
+    """Return the instruction sets that this build has and this processor runs, best first.
+
+    Behind `generic` come those that are taken only by name: `amx`, which was never measured, and
+    `amx_twin`, which is its algorithm in plain C++, for tests.
+    """
     return tuple(load().isas())
 
 
@@ -95,7 +99,14 @@ def _index_of(variable: object) -> int:
         return 0
     here = isas()
     if wanted in here:
-        return here.index(wanted)
+        place = here.index(wanted)
+        refusal = load().refusal(place)
+        if refusal is None:
+            return place
+        raise SettingsError(
+            f"got POLYATTN_NATIVE_ISA={wanted!r}, which this process may not run: {refusal}; "
+            f"expected best or another of {', '.join(here)}. Unset it for the best ({here[0]})."
+        )
     compiled = wanted in build_info().compiled
     lacks = "this processor lacks" if compiled else "this build of polyattn lacks"
     raise SettingsError(

@@ -18,7 +18,7 @@ from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import CASES, Case, quick
 from polyattn.bench.cpu.repeats import Series, load, once, over, time_steps
 from polyattn.bench.cpu.truth import Truth
-from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, step, torch_ways
+from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, paged, step, torch_ways
 from polyattn.bench.cpu.yardsticks import Yardsticks, native
 from polyattn.bench.records import SCHEMA
 from polyattn.errors import PolyattnError
@@ -126,7 +126,10 @@ def timed_case(case: Case, options: Options, rows: int = 16) -> dict[str, Any]:
     own = ours(inputs, options.backend)
     errors, wrong = truth.check(own)
     near, far = _near(list(torch_ways(inputs)), inputs)
-    found = (flex(inputs), folded(inputs)) if options.peers else ()
+    found = (
+        paged(inputs, options.backend),
+        *((flex(inputs), folded(inputs)) if options.peers else ()),
+    )
     peers = [way for way in found if way is not None]
     others = [way for way in peers if isinstance(way, Way)]
     steps = {way.name: step(way, inputs) for way in (own, *near, *others)}

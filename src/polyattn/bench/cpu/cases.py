@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "BLOCK", "CASES", "SHORT", "WINDOW", "Case", "Size", "blocks_of_row", "padded_lengths", "quick",
+    "BLOCK", "CASES", "PAGE", "SHORT", "WINDOW", "Case", "Size", "blocks_of_row", "padded_lengths",
+    "quick",
 ]  # fmt: skip
 
 WINDOW = 256
 """Keys that a query sees in the window cases: itself and the 255 before it."""
 BLOCK = 64
+PAGE = 16
+"""Keys of a page, where decoding is timed on pages too."""
 BLOCKS_KEPT = 0.1
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -137,7 +140,7 @@ def padded_lengths(size: Size) -> list[int]:
 def _pair(
     group: str,
     size: tuple[int, ...],
-    goals: tuple[float, ...],
+    goals: tuple[float | None, ...],
     *,
     gbs: float | None = None,
     **more: object,
@@ -172,6 +175,7 @@ _LIMITS = {  # float32, bfloat16
 _LONG = (1, 8, 8, 4096, 4096, 64)
 _SHORT_A, _SHORT_B = (2, 12, 12, 512, 512, 64), (8, 16, 16, 197, 197, 64)
 _DECODE_4K, _DECODE_32K = (1, 32, 8, 1, 4096, 128), (1, 32, 8, 1, 32768, 128)
+_DECODE_EIGHT = (8, 32, 8, 1, 4096, 128)
 
 CASES: tuple[Case, ...] = (
     *_pair("dense", _LONG, (1.3, 2.6)),
@@ -185,7 +189,8 @@ CASES: tuple[Case, ...] = (
     *_pair("GQA prefill", (1, 32, 8, 2048, 2048, 64), (1.3, 2.4)),
     *_pair("decode", _DECODE_4K, (6.0, 40.0)),
     *_pair("decode", _DECODE_32K, (15.0, 50.0), gbs=50.0),
-    Case("decode", Size(*_DECODE_32K), "bfloat16", layout="BTNH"),
+    *_pair("decode", _DECODE_32K, (None, None), layout="BTNH"),
+    *_pair("decode", _DECODE_EIGHT, (None, None), layout="BTNH"),
     *_pair("fwd+bwd dense", _LONG, (1.2, 2.0), train=True),
     *_pair("fwd+bwd window 256", _LONG, (12.0, 15.0), mask="window", train=True),
 )

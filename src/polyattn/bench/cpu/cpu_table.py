@@ -16,6 +16,10 @@ _ROUTES = (
     "torch ms: the fastest of its routes, which is its flash kernel, or m: its math path, f: flash "
     "with the mask as numbers. x: time of the other over ours, median of the repeats."
 )
+_PAGED = (
+    "x paged: time of our call on the same keys in pages of 16 that lie in any order, over that of "
+    "keys that lie together."
+)
 _PEAK = (
     "of peak: useful operations over the matrix peak of this run; decode: bytes of keys and values "
     "over its read bandwidth (what fits into the last cache may pass 100%)."
@@ -75,6 +79,8 @@ def _peer(peer: Mapping[str, Any] | None) -> str:
 
 def _yardsticks(record: Mapping[str, Any]) -> list[str]:
     lines = [_ROUTES, _PEAK]
+    if any("paged" in row["peers"] for row in record["rows"]):
+        lines.insert(1, _PAGED)
     for name, stick in record["yardsticks"].items():
         lines.append(
             f"{name}: {_short(stick['max'])} {stick['unit']} (median {_short(stick['median'])}, "

@@ -1,0 +1,38 @@
+// Where the keys or values of a chunk lie, for the few rows that read them from there: pages are looked up
+// once for all heads.
+#pragma once
+
+#include "kernel/division.h"
+#include "kernel/visit.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+// Keys of a chunk of items that walk together.
+constexpr int64_t kTogetherKeys = 2 * kTile;
+
+// How many rows before it is read a row is fetched.
+constexpr int64_t kAheadRows = 8;
+constexpr int64_t kLocatedRows = kChunkKeys + kAheadRows;
+
+// The rows of keys `begin` to `end` - 1 of the first head, no more than kLocatedRows; then repeats of the last.
+template <class T>
+inline void locate(const Arguments& a, const Array& x, const Sequence& q, int64_t begin, int64_t end,
+                   const T** rows) {
+  const T* const base = static_cast<const T*>(x.data);
+  const int64_t count = smaller(end - begin, kLocatedRows);
+  if (!a.pages.table) {
+    const T* row = base + q.b * x.batch + (q.kv_base + begin) * x.row;
+    for (int64_t j = 0; j < count; ++j, row += x.row) rows[j] = row;
+  } else {
+    const int64_t* table = a.pages.table + q.b * a.pages.row;
+    int64_t page = begin / a.pages.page_size, within = begin - page * a.pages.page_size;
+    for (int64_t j = 0; j < count; ++page, within = 0) {
+      const int64_t run = smaller(count - j, a.pages.page_size - within);
+      const T* row = base + table[page] * x.batch + within * x.row;
+      for (const int64_t stop = j + run; j < stop; ++j, row += x.row) rows[j] = row;
+    }
+  }
+  for (int64_t j = count; j < kLocatedRows; ++j) rows[j] = rows[count - 1];
+}
+
+}  // namespace polyattn::POLYATTN_NAMESPACE

@@ -1,0 +1,173 @@
+// Sixteen lanes in plain C++, with pairs of bfloat16: what tests the forms that only newer processors have.
+#pragma once
+
+#include "kernel/elements.h"
+#include "kernel/exponential.h"
+#include "kernel/lanes.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+struct Simd {
+  static constexpr int kLanes = 16;
+  static constexpr int kRowBlock = 4, kColumnBlock = 2;
+  struct Vec {
+    float x[kLanes];
+  };
+
+  template <class Of>
+  static POLYATTN_INLINE Vec each(Of of) {
+    Vec y;
+    for (int i = 0; i < kLanes; ++i) y.x[i] = of(i);
+    return y;
+  }
+
+  static POLYATTN_INLINE Vec zero() { return Vec{}; }
+  static POLYATTN_INLINE Vec fill(float x) {
+    return each([&](int) { return x; });
+  }
+  static POLYATTN_INLINE Vec load(const float* p) {  // units of bfloat16 lie where those do
+    Vec x;
+    std::memcpy(x.x, p, sizeof x.x);
+    return x;
+  }
+  template <class T>
+  static POLYATTN_INLINE Vec load(const T* p) {
+    return each([&](int i) { return to_float(p[i]); });
+  }
+  template <class T>
+  static POLYATTN_INLINE Vec load_some(const T* p, int n) {
+    return each([&](int i) { return i < n ? to_float(p[i]) : 0.0f; });
+  }
+  template <class T>
+  static POLYATTN_INLINE void store(T* p, Vec v) {
+    store_some(p, v, kLanes);
+  }
+  template <class T>
+  static POLYATTN_INLINE void store_some(T* p, Vec v, int n) {
+    for (int i = 0; i < n; ++i) from_float(v.x[i], p + i);
+  }
+
+  static POLYATTN_INLINE Vec add(Vec a, Vec b) {
+    return each([&](int i) { return a.x[i] + b.x[i]; });
+  }
+  static POLYATTN_INLINE Vec sub(Vec a, Vec b) {
+    return each([&](int i) { return a.x[i] - b.x[i]; });
+  }
+  static POLYATTN_INLINE Vec mul(Vec a, Vec b) {
+    return each([&](int i) { return a.x[i] * b.x[i]; });
+  }
+  static POLYATTN_INLINE Vec div(Vec a, Vec b) {
+    return each([&](int i) { return a.x[i] / b.x[i]; });
+  }
+  static POLYATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; });
+  }
+  // the second operand where one is NaN
+  static POLYATTN_INLINE Vec max(Vec a, Vec b) {
+    return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
+  }
+  static POLYATTN_INLINE Vec abs(Vec a) {
+    return each([&](int i) { return float_of(bits_of(a.x[i]) & 0x7fffffffu); });
+  }
+  static POLYATTN_INLINE Vec less_select(Vec a, Vec b, Vec yes, Vec no) {
+    return each([&](int i) { return a.x[i] < b.x[i] ? yes.x[i] : no.x[i]; });
+  }
+  static POLYATTN_INLINE Vec select(uint64_t bits, Vec yes, Vec no) {
+    return each([&](int i) { return bits >> i & 1 ? yes.x[i] : no.x[i]; });
+  }
+  static POLYATTN_INLINE bool any_nan(Vec a) {
+    bool nan = false;
+    for (float x : a.x) nan |= x != x;
+    return nan;
+  }
+  static POLYATTN_INLINE float sum(Vec a) {
+    float total = 0;
+    for (float x : a.x) total += x;
+    return total;
+  }
+  static POLYATTN_INLINE Vec ramp() {
+    return each([](int i) { return float(i); });
+  }
+
+  // 2^x: 0 below the normal numbers and for -inf, NaN for NaN.
+  template <int kDegree>
+  static POLYATTN_INLINE Vec exp2(Vec x) {
+    const Vec whole = each([&](int i) {
+      const float bounded = x.x[i] < -126.0f ? -126.0f : x.x[i] > 127.0f ? 127.0f : x.x[i];
+      return bounded == bounded ? __builtin_floorf(bounded) : 0.0f;
+    });
+    const Vec fraction = each([&](int i) {
+      const float bounded = x.x[i] < -126.0f ? -126.0f : x.x[i] > 127.0f ? 127.0f : x.x[i];
+      return bounded - whole.x[i];
+    });
+    const Vec p = power_of_fraction<Simd, kDegree>(fraction);
+    // a factor of two apart, so that 2^127 and more are infinite by multiplication
+    return each([&](int i) {
+      const float power = float_of(uint32_t(int(whole.x[i]) + 128) << 23);
+      return x.x[i] < -126.0f ? 0.0f : p.x[i] * 0.5f * power;
+    });
+  }
+
+  static POLYATTN_INLINE uint64_t nonzero(const uint8_t* p, int n) {
+    uint64_t bits = 0;
+    for (int i = 0; i < n; ++i) bits |= uint64_t(p[i] != 0) << i;
+    return bits;
+  }
+  static POLYATTN_INLINE uint64_t equal(const int64_t* p, int64_t id, int n) {
+    uint64_t bits = 0;
+    for (int i = 0; i < n; ++i) bits |= uint64_t(p[i] == id) << i;
+    return bits;
+  }
+
+  static POLYATTN_INLINE void transpose(Vec (&r)[kLanes]) {
+    for (int i = 0; i < kLanes; ++i) {
+      for (int j = 0; j < i; ++j) {
+        const float x = r[i].x[j];
+        r[i].x[j] = r[j].x[i];
+        r[j].x[i] = x;
+      }
+    }
+  }
+  static POLYATTN_INLINE Vec lane_sums(Vec (&x)[kLanes]) {
+    return across_lanes<Simd>(x, [](Vec a, Vec b) { return add(a, b); });
+  }
+  static POLYATTN_INLINE Vec lane_maxima(Vec (&x)[kLanes]) {
+    return across_lanes<Simd>(x, [](Vec a, Vec b) { return max(a, b); });
+  }
+
+  // Units of two bfloat16; see simd_avx512bf16.h.
+  static POLYATTN_INLINE float unit(float low, float high) {
+    BF16 first, second;
+    from_float(low, &first);
+    from_float(high, &second);
+    return float_of(uint32_t{second.bits} << 16 | first.bits);
+  }
+  static POLYATTN_INLINE Vec dot_pairs(Vec sum, Vec a, Vec b) {
+    return each([&](int i) {
+      const uint32_t x = bits_of(a.x[i]), y = bits_of(b.x[i]);
+      const float high = float_of(x & 0xffff0000u) * float_of(y & 0xffff0000u);
+      return sum.x[i] + high + float_of(x << 16) * float_of(y << 16);
+    });
+  }
+  static POLYATTN_INLINE Vec interleave(const BF16* a, const BF16* b, int n) {
+    return each([&](int i) {
+      const uint32_t low = a && i < n ? a[i].bits : 0, high = b && i < n ? b[i].bits : 0;
+      return float_of(high << 16 | low);
+    });
+  }
+  static POLYATTN_INLINE void interleave_two(const BF16* a, const BF16* b, Vec& low, Vec& high) {
+    low = interleave(a, b, kLanes);
+    high = interleave(a + kLanes, b + kLanes, kLanes);
+  }
+  static POLYATTN_INLINE Vec pairs(Vec low, Vec high) {
+    return each([&](int i) {
+      const int from = 2 * i % kLanes;
+      return i < kLanes / 2 ? unit(low.x[from], low.x[from + 1]) : unit(high.x[from], high.x[from + 1]);
+    });
+  }
+  static POLYATTN_INLINE Vec zip(Vec a, Vec b) {
+    return each([&](int i) { return unit(a.x[i], b.x[i]); });
+  }
+};
+
+}  // namespace polyattn::POLYATTN_NAMESPACE

@@ -1,0 +1,57 @@
+// The twin of AMX's tiles in plain C++: the same registers, the same sums in the same order, on any
+// processor. What is tested with it is all but the instructions themselves.
+#pragma once
+
+#include "kernel/units.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+class PlainTiles {
+  static constexpr int kSide = kTileUnits;
+
+ public:
+  using Session = NoSession;
+
+  template <int kTile>
+  void load(const float* p, int64_t row) {
+    for (int r = 0; r < kSide; ++r) std::memcpy(tile_[kTile] + r * kSide, p + r * row, sizeof(float) * kSide);
+  }
+  template <int kTile>
+  void store(float* p, int64_t row) const {
+    for (int r = 0; r < kSide; ++r) std::memcpy(p + r * row, tile_[kTile] + r * kSide, sizeof(float) * kSide);
+  }
+  template <int kTile>
+  void zero() {
+    std::memset(tile_[kTile], 0, sizeof tile_[kTile]);
+  }
+  // TDPBF16PS: even and odd elements are summed apart, their sums joined, then added to what was there;
+  // subnormal numbers are 0 everywhere. A product of two bfloat16 is exact, so nothing need be fused.
+  template <int kTile, int kA, int kB>
+  void dot() {
+    const float *a = tile_[kA], *b = tile_[kB];
+    for (int r = 0; r < kSide; ++r) {
+      float even[kSide] = {}, odd[kSide] = {};
+      for (int k = 0; k < kSide; ++k) {
+        const uint32_t pair = bits_of(a[r * kSide + k]);
+        const float low = flushed(float_of(pair << 16)), high = flushed(float_of(pair & 0xffff0000u));
+        for (int c = 0; c < kSide; ++c) {
+          const uint32_t other = bits_of(b[k * kSide + c]);
+          even[c] = flushed(low * flushed(float_of(other << 16)) + even[c]);
+          odd[c] = flushed(high * flushed(float_of(other & 0xffff0000u)) + odd[c]);
+        }
+      }
+      float* sums = tile_[kTile] + r * kSide;
+      for (int c = 0; c < kSide; ++c) sums[c] = flushed(flushed(sums[c]) + flushed(even[c] + odd[c]));
+    }
+  }
+
+ private:
+  static POLYATTN_INLINE float flushed(float x) {
+    const uint32_t bits = bits_of(x);
+    return (bits & 0x7f800000u) == 0 ? float_of(bits & 0x80000000u) : x;
+  }
+
+  alignas(64) float tile_[8][kSide * kSide];
+};
+
+}  // namespace polyattn::POLYATTN_NAMESPACE

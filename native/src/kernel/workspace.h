@@ -1,0 +1,58 @@
+// The memory in which a thread runs an item, or the few rows of several items.
+#pragma once
+
+#include "kernel/key_rows.h"
+#include "kernel/softmax.h"
+
+namespace polyattn::POLYATTN_NAMESPACE {
+
+// A thread's memory: O(tile).
+struct Workspace {
+  float *q, *k, *v, *cleaned, *scores, *out;
+  RowStates state;
+  uint64_t* words;
+  Strip* strips;
+  const void **keys_at, **values_at;  // for few rows
+
+  static size_t layout(const Division& d, int64_t k_units, float* base, Workspace* w) {
+    size_t used = 0;
+    auto take = [&](size_t floats) {
+      float* p = base + used;
+      used += (floats + 15) / 16 * 16;
+      return p;
+    };
+    const size_t items = size_t(d.together);
+    float* q = take(items * size_t(d.rows * d.q_units));
+    float* k = take(size_t(kChunkKeys * k_units));
+    float* v = take(size_t(kChunkKeys * d.v_columns));
+    float* cleaned = take(size_t(kChunkKeys * d.v_columns));
+    float* scores = take(size_t(kRows * kScoreRow));  // also of kMostTogether times kFewRows rows
+    float* out = take(items * size_t(d.rows * d.v_columns));
+    // whole strips, of which the soft-max steps through vectors of rows
+    const size_t rows = items * size_t(round_up(d.rows, kRows));
+    float* maximum = take(rows);
+    float* sum = take(rows);
+    uint64_t* words = reinterpret_cast<uint64_t*>(take(items * size_t(kRows * kChunk) * 2));
+    Strip* strips = reinterpret_cast<Strip*>(take(sizeof(Strip) / 4 * kMostStrips));
+    const void** keys_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
+    const void** values_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
+    const RowStates state{maximum, sum};
+    if (w) *w = {q, k, v, cleaned, scores, out, state, words, strips, keys_at, values_at};
+    return used * sizeof(float);
+  }
+
+  // The memory of the i-th item of those that a thread runs together.
+  Workspace of(const Division& d, int i) const {
+    Workspace own = *this;
+    own.q += i * d.rows * d.q_units;
+    own.out += i * d.rows * d.v_columns;
+    own.state.maximum += i * round_up(d.rows, kRows);
+    own.state.sum += i * round_up(d.rows, kRows);
+    own.scores += i * kFewRows * kScoreRow;
+    own.words += i * kRows * kChunk;
+    own.strips += i;
+    return own;
+  }
+};
+
+}  // namespace polyattn::POLYATTN_NAMESPACE
