@@ -10,7 +10,7 @@ namespace polyattn::POLYATTN_NAMESPACE {
 
 // The instructions name their registers by literals.
 #define POLYATTN_TILE(n, instruction) \
-  if constexpr (kTile == n) instruction
+  if constexpr (kTile == (n)) instruction
 
 struct AmxTiles {
   // Every tile whole. Other users in the process configure their own, and signals save what is not released.

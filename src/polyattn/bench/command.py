@@ -78,7 +78,14 @@ def _add_cpu(kinds: Any) -> None:
         help="the CPU kernel of polyattn beside torch's and others'",
         description="native_cpu and torch SDPA in one run, with goals, errors and yardsticks.",
     )
-    cpu.add_argument("--peers", action="store_true", help="FlexAttention and the folded route too")
+    cpu.add_argument(
+        "--peers",
+        nargs="?",
+        const="torch",
+        metavar="all|NAMES",
+        help="FlexAttention and the folded route too; with all, or names joined by commas, the "
+        "engines of others that scripts/peers has installed",
+    )
     cpu.add_argument("--quick", action="store_true", help="an eighth of the lengths, no goals")
     cpu.add_argument("--only", metavar="PATTERN", default="", help="a part of the cases' names")
     cpu.add_argument("--repeats", type=int, help="repeats that are kept (7; quick: 3)")
@@ -135,12 +142,14 @@ def _cpu(options: argparse.Namespace) -> int:
     from polyattn.bench import records
     from polyattn.bench.cpu import bench_cpu as run
     from polyattn.bench.cpu import cpu_table as report
+    from polyattn.bench.cpu.engines import chosen_engines
     from polyattn.bench.report import say
 
     asked = run.Options(
         repeats=repeats,
         block_s=0.01 if options.quick else 0.04,
-        peers=options.peers,
+        peers=options.peers is not None,
+        engines=() if options.peers in (None, "torch") else chosen_engines(options.peers),
         quick=options.quick,
         only=options.only,
     )

@@ -119,9 +119,13 @@ def _abba(statement: Timer, over: Timer, scope: Scope, calls: int) -> tuple[floa
 
 
 class Watch:
-    """The processor time that other processes take, from now on; 0 where the system won't say."""
+    """The processor time that other processes take, from now on; 0 where the system won't say.
 
-    def __init__(self) -> None:
+    `processes`: ids of those that work for this one, and are no others.
+    """
+
+    def __init__(self, processes: Sequence[int] = ()) -> None:
+        self._processes = tuple(processes)
         self._before = self._now()
 
     def foreign(self) -> float:
@@ -132,10 +136,9 @@ class Watch:
         cores = os.cpu_count() or 1
         return min(1.0, max(0.0, busy - own) / (cores * wall)) if wall > 0 else 0.0
 
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
+    def _now(self) -> tuple[float, float, float]:
         times = os.times()
-        own = times.user + times.system
+        own = times.user + times.system + sum(map(_processor_time, self._processes))
         try:
             with open("/proc/stat", encoding="ascii") as lines:
                 ticks = [int(tick) for tick in lines.readline().split()[1:9]]
@@ -144,3 +147,13 @@ class Watch:
         user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
         return time.perf_counter(), busy, own
+
+
+def _processor_time(process: int) -> float:
+    """Return the processor time of another process so far, 0 where it cannot be known."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8") as lines:
+            user, system = lines.read().rpartition(")")[2].split()[11:13]
+    except (OSError, ValueError):
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from polyattn.bench import machine
 from polyattn.bench.cpu import memory
 from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import CASES, Case, quick
+from polyattn.bench.cpu.engines import Engines
 from polyattn.bench.cpu.repeats import Series, load, once, over, time_steps
 from polyattn.bench.cpu.truth import Truth
 from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, paged, step, torch_ways
@@ -30,17 +31,22 @@ BACKEND = "native_cpu"
 _NEAR = 1.25  # torch's math path is timed to the end when it is within this of the fastest
 _HOPELESS = 3.0  # and called once only beyond this
 _LONG_S = 0.02
+_FAR = 50.0  # an engine that takes so many times as long is not timed to the end
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured. `block_s`: a block of calls; `repeats`: those that are kept."""
+    """How much is measured. `block_s`: a block of calls; `repeats`: those that are kept.
+
+    `peers`: torch's other ways too; `engines`: those of others, by name.
+    """
 
     repeats: int = 7
     block_s: float = 0.04
     peers: bool = False
+    engines: tuple[str, ...] = ()
     quick: bool = False
     only: str = ""
     backend: str = BACKEND
@@ -66,11 +72,13 @@ def measure(options: Options, say: Say = lambda line: None) -> dict[str, Any]:
     cases = chosen(options)
     sticks = Yardsticks(small=options.quick)
     rows = []
-    for case in cases:
-        say(case.name)
-        for name in ("read", case.dtype) if case.is_decode else (case.dtype,):
-            sticks.sample(name)
-        rows.append(timed_case(case, options))
+    with Engines(options.engines, torch.get_num_threads()) as engines:
+        about = engines.about()
+        for case in cases:
+            say(case.name)
+            for name in ("read", case.dtype) if case.is_decode else (case.dtype,):
+                sticks.sample(name)
+            rows.append(timed_case(case, options, engines=engines))
     for row, case in zip(rows, cases, strict=True):
         _judge(row, case, sticks)
     extra: list[dict[str, Any]] = []
@@ -81,6 +89,7 @@ def measure(options: Options, say: Say = lambda line: None) -> dict[str, Any]:
     return {
         **in_force("cpu", options),
         "peers": options.peers,
+        "engines": about,
         "yardsticks": sticks.summary(),
         "goals_met": all(row.get("met", True) and not row.get("wrong") for row in judged),
         "memory": extra,
@@ -119,7 +128,9 @@ def _native() -> dict[str, Any] | None:
     }
 
 
-def timed_case(case: Case, options: Options, rows: int = 16) -> dict[str, Any]:
+def timed_case(
+    case: Case, options: Options, rows: int = 16, engines: Engines | None = None
+) -> dict[str, Any]:
     """Check and time one case; the row has everything but the shares of the yardsticks."""
     inputs = Inputs.of(case)
     truth = Truth(inputs, rows)
@@ -131,9 +142,14 @@ def timed_case(case: Case, options: Options, rows: int = 16) -> dict[str, Any]:
         *((flex(inputs), folded(inputs)) if options.peers else ()),
     )
     peers = [way for way in found if way is not None]
+    if engines is not None:
+        peers += _in_time(engines.ways(inputs), inputs, once(step(own, inputs)))
+    processes = engines.processes() if engines is not None else ()
     others = [way for way in peers if isinstance(way, Way)]
     steps = {way.name: step(way, inputs) for way in (own, *near, *others)}
-    series, quiet = time_steps(steps, repeats=options.repeats, block_s=options.block_s)
+    series, quiet = time_steps(
+        steps, repeats=options.repeats, block_s=options.block_s, processes=processes
+    )
     best = min(near, key=lambda way: series[way.name].median)
     torch_errors, _ = truth.check(best)
     mine, theirs = series[own.name], series[best.name]
@@ -164,6 +180,16 @@ def _near(ways: Sequence[Way], inputs: Inputs) -> tuple[list[Way], dict[str, flo
     near = [w for w in ways if w.name.startswith("flash") or single[w.name] <= limit]
     kept = {way.name for way in near}
     return near, {n: _round(s * 1e3) for n, s in single.items() if n not in kept}
+
+
+def _in_time(ways: Iterable[Way | Unable], inputs: Inputs, ours_s: float) -> Iterator[Way | Unable]:
+    """Yield the ways; of one that is far behind, that it is."""
+    for way in ways:
+        if isinstance(way, Way):
+            times = once(step(way, inputs)) / ours_s
+            yield Unable(way.name, f"takes {times:.0f} times as long") if times > _FAR else way
+        else:
+            yield way
 
 
 def _peer(

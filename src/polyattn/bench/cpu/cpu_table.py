@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -11,7 +11,7 @@ from polyattn.bench.report import conditions, console, say
 
 __all__ = ["print_record"]
 
-_WIDTH_WITH_PEERS = 140
+_WIDTH, _WIDTH_OF_PEER = 116, 12
 _ROUTES = (
     "torch ms: the fastest of its routes, which is its flash kernel, or m: its math path, f: flash "
     "with the mask as numbers. x: time of the other over ours, median of the repeats."
@@ -47,7 +47,7 @@ def print_record(record: Mapping[str, Any]) -> None:
             _share(row),
             *(_peer(row["peers"].get(name)) for name in peers),
         )
-    console(width=_WIDTH_WITH_PEERS if peers else 0).print(table)
+    console(width=_WIDTH + _WIDTH_OF_PEER * len(peers) if peers else 0).print(table)
     for line in (*_yardsticks(record), *_memory(record), *_footer(record)):
         say(line)
 
@@ -100,6 +100,30 @@ def _memory(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _engines(record: Mapping[str, Any]) -> list[str]:
+    found = record.get("engines", {})
+    versions = [
+        " ".join(f"{name} {version}" for name, version in about["versions"].items())
+        for about in found.values()
+        if "versions" in about
+    ]
+    return [f"engines: {', '.join(versions)}"] if versions else []
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say once for each reason why an engine has no figure, with the cases."""
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        for name, peer in row["peers"].items():
+            said = peer.get("unable") or (peer["wrong"] and f"wrong result: {peer['wrong']}")
+            if said:
+                why.setdefault(f"{name}: {said}", []).append(row["name"])
+    return [
+        f"{said} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
+        for said, names in why.items()
+    ]
+
+
 def _footer(record: Mapping[str, Any]) -> list[str]:
     rows = record["rows"]
     dropped = sum(row["dropped"] for row in rows)
@@ -108,9 +132,10 @@ def _footer(record: Mapping[str, Any]) -> list[str]:
         f"{record['repeats']} repeats of each case are kept, {dropped} of all were dropped because "
         f"others were busy; others took {worst:.0%} of the machine in the busiest that was kept."
     )
-    lines = [repeats, conditions(record)]
+    lines = [repeats, conditions(record), *_engines(record)]
     lines += [f"{row['name']}: limited by {row['limit']}" for row in rows if row["limit"]]
     lines += [f"{row['name']}: wrong result: {row['wrong']}" for row in rows if row["wrong"]]
+    lines += _reasons(rows)
     if record["quick"]:
         return [*lines, "quick run at an eighth of the lengths: the goals are for the whole ones"]
     judged = [*rows, *record["memory"]]

@@ -31,10 +31,14 @@ _MOST_TURNS = 6
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed; `scope` surrounds its blocks, outside the timer."""
+    """What is timed; `scope` surrounds its blocks, outside the timer.
+
+    `timed`: runs so many calls in another process; returns their seconds and processor time.
+    """
 
     run: Callable[[], object]
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    timed: Callable[[int], tuple[float, float]] | None = None
 
 
 @dataclass
@@ -77,6 +81,9 @@ def load(quiet: Rounds) -> dict[str, Any]:
 
 def once(step: Step) -> float:
     """Time a single call."""
+    if step.timed is not None:
+        time.sleep(IDLE_S)
+        return max(step.timed(1)[0], 1e-9)
     with step.scope():
         time.sleep(IDLE_S)
         begin = time.perf_counter()
@@ -85,16 +92,19 @@ def once(step: Step) -> float:
 
 
 def time_steps(
-    steps: Mapping[str, Step], *, repeats: int, block_s: float
+    steps: Mapping[str, Step], *, repeats: int, block_s: float, processes: Sequence[int] = ()
 ) -> tuple[dict[str, Series], Rounds]:
-    """Time all steps, which must be warm, in `repeats` repeats that are kept."""
+    """Time all steps, which must be warm, in `repeats` repeats that are kept.
+
+    `processes`: ids of those that run steps, whose processor time is not that of others.
+    """
     single = {name: min(once(step) for _ in range(2)) for name, step in steps.items()}
     loops = {name: max(1, math.ceil(block_s / seconds)) for name, seconds in single.items()}
     repeat_s = sum(loops[name] * single[name] + IDLE_S for name in steps)
     turns = max(1, min(_MOST_TURNS, math.ceil(_REPEAT_S / repeat_s)))
     done: list[tuple[float, dict[str, tuple[float, float]]]] = []
     while len(done) < 2 * repeats and sum(load <= QUIET for load, _ in done) < repeats:
-        watch = Watch()
+        watch = Watch(processes)
         blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for turn in range(turns):
             for name in _turned(list(steps), len(done) + turn):
@@ -121,6 +131,10 @@ def _turned(names: Sequence[str], by: int) -> list[str]:
 
 def _block(step: Step, calls: int) -> tuple[float, float]:
     """Return the seconds of a call and the processor time of all threads, means of a block."""
+    if step.timed is not None:
+        time.sleep(IDLE_S)
+        seconds, busy = step.timed(calls)
+        return max(seconds, 1e-9) / calls, busy / calls
     run, collected = step.run, gc.isenabled()
     gc.disable()
     try:

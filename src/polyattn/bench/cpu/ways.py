@@ -31,12 +31,17 @@ _FLEX_BLOCK = 128  # torch's own choice
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a case; `prepare_s`: what was made before the timer, in seconds by name."""
+    """A way to run a case; `prepare_s`: what was made before the timer, in seconds by name.
+
+    `timed`: takes a number of calls and returns their seconds and processor time, where another
+    process runs them; `call` then returns the result that it gave.
+    """
 
     name: str
     call: Call
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare_s: tuple[tuple[str, float], ...] = ()
+    timed: Callable[[int], tuple[float, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def step(way: Way, inputs: Inputs) -> Step:
     """Return what is timed: the forward pass, or forward and backward."""
     call, q, k, v, g = way.call, inputs.q, inputs.k, inputs.v, inputs.grad_out
     if not inputs.case.train:
-        return Step(lambda: call(q, k, v), way.scope)
+        return Step(lambda: call(q, k, v), way.scope, way.timed)
     return Step(lambda: torch.autograd.grad(call(q, k, v), (q, k, v), g), way.scope)
 
 
