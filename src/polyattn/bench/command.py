@@ -126,9 +126,17 @@ def _overhead(options: argparse.Namespace) -> int:
     return YES if record["goals_met"] else NO
 
 
+def _engines(asked: str | None) -> tuple[str, ...]:
+    """Return the engines of others that --peers names; alone it means torch's own other ways."""
+    if asked in (None, "torch"):
+        return ()
+    from polyattn.bench.cpu.engines import chosen_engines
+
+    return chosen_engines(asked)
+
+
 def _cpu(options: argparse.Namespace) -> int:
-    repeats = options.repeats or (3 if options.quick else 7)
-    if repeats < 2 or (options.repeats is not None and options.repeats < 2):
+    if options.repeats is not None and options.repeats < 2:
         raise PolyattnError(f"got --repeats {options.repeats}, expected at least 2.")
     if options.record == "" and (options.quick or options.only):
         raise PolyattnError(
@@ -142,14 +150,13 @@ def _cpu(options: argparse.Namespace) -> int:
     from polyattn.bench import records
     from polyattn.bench.cpu import bench_cpu as run
     from polyattn.bench.cpu import cpu_table as report
-    from polyattn.bench.cpu.engines import chosen_engines
     from polyattn.bench.report import say
 
     asked = run.Options(
-        repeats=repeats,
+        repeats=options.repeats or (3 if options.quick else 7),
         block_s=0.01 if options.quick else 0.04,
         peers=options.peers is not None,
-        engines=() if options.peers in (None, "torch") else chosen_engines(options.peers),
+        engines=_engines(options.peers),
         quick=options.quick,
         only=options.only,
     )
