@@ -53,6 +53,18 @@ class Call:
         heads = 1 if self.layout == "BNTH" else 2
         return self.q.shape[heads] // self.k.shape[heads]
 
+    @property
+    def folds(self) -> bool:
+        """Whether the heads of a group may stand as query rows: one query, nothing masked."""
+        rows = self.q.shape[2 if self.layout == "BNTH" else 1]
+        return self.group > 1 and rows == 1 and self.allowed is None
+
+    @property
+    def folded(self) -> tuple[int, int, int, int]:
+        """The shape of q then, (B, K, N / K, H); in memory it is the same."""
+        heads = self.k.shape[1 if self.layout == "BNTH" else 2]
+        return self.q.shape[0], heads, self.group, self.q.shape[-1]
+
     def need(self, what: bool, otherwise: str) -> None:
         """Raise :class:`Unable` unless it is true."""
         if not what:

@@ -25,7 +25,7 @@ def _heads_second(x: Any, call: Call) -> Any:
 
 def _for_each_query_head(x: Any, call: Call) -> Any:
     """Repeat key heads, in the form that the plugin knows as grouped heads and does not copy."""
-    if call.group == 1:
+    if call.group == 1 or call.folds:
         return x
     b, n, s, h = (int(size) for size in x.get_output_shape(0))
     wide = ops.broadcast(ops.unsqueeze(x, 2), [b, n, call.group, s, h])
@@ -37,6 +37,8 @@ def prepare(call: Call) -> Prepared:
     kind = _TYPES[call.dtype]
     parameters = [ops.parameter(list(x.shape), kind) for x in (call.q, call.k, call.v)]
     q, k, v = (_heads_second(x, call) for x in parameters)
+    if call.folds:
+        q = ops.reshape(parameters[0], list(call.folded), special_zero=False)
     k, v = _for_each_query_head(k, call), _for_each_query_head(v, call)
     arrays = [ov.Tensor(x, x.shape, kind) for x in (call.q, call.k, call.v)]
     inputs, causal = [q, k, v], call.mask == "causal"
@@ -45,7 +47,11 @@ def prepare(call: Call) -> Prepared:
         inputs.append(parameters[-1])
         arrays.append(ov.Tensor(np.ascontiguousarray(call.allowed)))
     out = ops.scaled_dot_product_attention(*inputs, causal=causal)
-    model = ov.Model([_heads_second(out, call)], parameters)
+    if call.folds:
+        out = ops.reshape(out, list(call.q.shape), special_zero=False)
+    else:
+        out = _heads_second(out, call)
+    model = ov.Model([out], parameters)
     settings = {
         "INFERENCE_NUM_THREADS": call.threads, "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": _HINTS[call.dtype],

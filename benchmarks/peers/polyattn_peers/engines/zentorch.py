@@ -18,7 +18,7 @@ def versions() -> dict[str, str]:
 
 def prepare(call: Call) -> Prepared:
     """Make tensors of the arrays."""
-    call.need(call.group == 1, "its operator takes as many key heads as query heads")
+    call.need(call.group == 1 or call.folds, "its operator takes as many key heads as query heads")
     torch.set_num_threads(call.threads)
     kind = getattr(torch, call.dtype)
     second = call.layout == "BNTH"
@@ -28,13 +28,15 @@ def prepare(call: Call) -> Prepared:
         return bits.view(kind) if second else bits.view(kind).transpose(1, 2)
 
     q, k, v = (tensor(x) for x in (call.q, call.k, call.v))
+    if call.folds:
+        q = q.reshape(call.folded)
     options: dict[str, Any] = {"scale": call.scale, "is_causal": call.mask == "causal"}
     if call.mask != "causal" and (added := call.added()) is not None:
         options["attn_mask"] = torch.from_numpy(added).to(kind).expand(-1, -1, q.shape[2], -1)
     run = torch.ops.zentorch.zentorch_sdpa
 
     def answer(found: Any) -> np.ndarray:
-        out = found[0] if second else found[0].transpose(1, 2)
-        return out.float().numpy()
+        out = found[0] if second or call.folds else found[0].transpose(1, 2)
+        return out.float().numpy().reshape(call.q.shape)
 
     return Prepared(lambda: run(q, k, v, **options), answer)

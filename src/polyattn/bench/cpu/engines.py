@@ -2,7 +2,8 @@
 
 A checkout holds them (``benchmarks/peers``), ``scripts/peers`` makes their environments. A process
 gets the arrays of a case as files, answers with its result, which is checked as ours is, and then
-takes its turns: it times a block of calls by itself, while all others wait.
+takes its turns: it times a block of calls by itself, while all others wait. In between it is
+stopped: threads of many engines spin for a while when they have nothing to do.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class _Engine:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
+            process.send_signal(signal.SIGCONT)
             process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
         except BrokenPipeError:
@@ -132,6 +134,7 @@ class _Engine:
         line = process.stdout.readline()
         if not line:
             raise _Ended(self._how())
+        process.send_signal(signal.SIGSTOP)
         found: dict[str, Any] = json.loads(line)
         return found
 
