@@ -115,7 +115,9 @@ class _Engine:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 start_new_session=True,  # an interrupt is for this process, which ends its own
             )  # fmt: skip
-            os.sched_setaffinity(self.process.pid, _processors(self.threads))
+            if hasattr(os, "sched_setaffinity"):  # Linux
+                here = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(self.process.pid, here[: self.threads])
         return self.process
 
     def _ask(self, message: dict[str, Any], limit_s: float | None) -> dict[str, Any]:
@@ -196,10 +198,6 @@ class Engines:
     def processes(self) -> list[int]:
         """Return the ids of the processes, whose time is not that of others."""
         return [engine.process.pid for engine in self._all if engine.process is not None]
-
-
-def _processors(threads: int) -> set[int]:
-    return set(sorted(os.sched_getaffinity(0))[:threads])
 
 
 def _written(inputs: Inputs, folder: Path) -> dict[str, str]:
