@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -68,15 +67,13 @@ class _Engine:
     def __init__(self, name: str, threads: int) -> None:
         self.name, self.threads = name, threads
         self.process: subprocess.Popen[str] | None = None
-        self.versions: dict[str, str] = {}
 
     def about(self) -> dict[str, Any]:
         """Return its versions, or why it cannot run here."""
         try:
-            found = self._ask({"do": "about"}, _PREPARE_S)
+            return self._ask({"do": "about"}, _PREPARE_S)
         except _Ended as error:
             return {"unable": str(error)}
-        return found
 
     def way(self, inputs: Inputs, files: dict[str, str], folder: Path) -> Way | Unable:
         """Get a case ready."""
@@ -171,12 +168,7 @@ class Engines:
     def __enter__(self) -> Engines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for engine in self._all:
             engine.end()
         self._folder.cleanup()
