@@ -169,6 +169,26 @@ void read_pages(nb::handle value, Arguments& a) {
   if (a.pages.page_size == 0) refuse("page_size must be 1 to 2**48");
 }
 
+Scales read_scales(Reader& reader) {
+  Scales scales;
+  scales.data = reader.pointer<const float>();
+  scales.extent = read_extent(reader);
+  scales.batch = reader.integer();
+  scales.head = reader.integer();
+  return scales;
+}
+
+void read_quantised(nb::handle value, Arguments& a) {
+  if (value.is_none()) return;
+  Reader reader(value, "quantised",
+                "(codes, block, k_scales_ptr, bytes, batch, head, v_scales_ptr, bytes, batch, head)", 10);
+  a.quantised.codes = static_cast<Codes>(reader.integer());
+  a.quantised.block = reader.integer();
+  a.quantised.k = read_scales(reader);
+  a.quantised.v = read_scales(reader);
+  if (a.quantised.codes == Codes::none) refuse("codes must be 1 (int8) or 2 (f8)");
+}
+
 void read_dbias(nb::handle value, Arguments& a) {
   if (value.is_none()) return;
   Reader reader(value, "dbias", "(ptr, bytes, batch, head, row, column)", 6);
@@ -214,12 +234,13 @@ Arguments read_call(int threads, int dtype, nb::handle sizes, double scale, doub
 
 void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap, nb::handle q,
              nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle terms, nb::handle packed,
-             nb::handle bias, nb::handle slopes, nb::handle sinks, nb::handle pages) {
+             nb::handle bias, nb::handle slopes, nb::handle sinks, nb::handle pages, nb::handle quantised) {
   const Kernels& kernels = chosen(isa);
   Arguments a = read_call(threads, dtype, sizes, scale, softcap, q, k, v, terms, packed, bias, slopes, sinks);
   a.out = read_array(out, "out");
   if (!lse.is_none()) a.lse = read_array(lse, "lse");
   read_pages(pages, a);
+  read_quantised(quantised, a);
   if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
   if (without_queries(a)) return;
   run(kernels.forward, a);
@@ -297,7 +318,7 @@ void add_attention(nb::module_& m) {
   using namespace nanobind::literals;
   m.def("forward", &forward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a,
         "v"_a, "out"_a, "lse"_a.none(), "terms"_a, "packed"_a.none(), "bias"_a.none(), "slopes"_a.none(),
-        "sinks"_a.none(), "pages"_a.none(), "out and lse of one attention call.");
+        "sinks"_a.none(), "pages"_a.none(), "quantised"_a.none(), "out and lse of one attention call.");
   m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a, "rows_first"_a,
         "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a, "mask"_a.none(), "bias"_a.none(),
         "out of one attention call on tensors that have DLPack's C exchange.");

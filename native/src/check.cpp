@@ -256,6 +256,26 @@ const char* check_pages(const Arguments& a, Pass pass) {
   return nullptr;
 }
 
+const char* check_scales(const char* name, const Arguments& a, const Scales& scales) {
+  const int64_t blocks = a.kv_len / a.quantised.block + (a.kv_len % a.quantised.block != 0);
+  const bool empty = a.batch == 0 || a.kv_heads == 0 || blocks == 0;
+  if (scales.data == nullptr && !empty) return complain("%s have elements but no data pointer", name);
+  if (!aligned(scales.data, 4)) return complain("%s' pointer is not aligned to float32", name);
+  return check_reach(name, {{a.batch, scales.batch}, {a.kv_heads, scales.head}}, blocks, 4, scales.extent);
+}
+
+const char* check_quantised(const Arguments& a, Pass pass) {
+  const Quantised& x = a.quantised;
+  if (x.codes == Codes::none) return nullptr;
+  if (x.codes != Codes::int8 && x.codes != Codes::f8) return "codes must be 0 (none), 1 (int8) or 2 (f8)";
+  if (pass == Pass::backward) return "quantised keys have no backward pass";
+  if (packed(a)) return "packed sequences with quantised keys are not supported";
+  if (a.pages.page_size != 0) return "paged keys that are quantised are not supported";
+  if (x.block < 1 || x.block >= kMaxSize) return "a block of quantised keys must be 1 to 2**48";
+  if (const char* complaint = check_scales("the scales of keys", a, x.k)) return complaint;
+  return check_scales("the scales of values", a, x.v);
+}
+
 const char* check_bias(const Arguments& a) {
   if (!known(a.bias.dtype)) return "the bias dtype must be 0 (float32), 1 (bf16) or 2 (f16)";
   const int64_t size = element_size(a.bias.dtype);
@@ -314,7 +334,8 @@ const char* check_dbias(const Arguments& a) {
 }
 
 const char* check_arrays(const Arguments& a, Pass pass) {
-  const int64_t size = element_size(a.dtype), batch = packed(a) ? (a.batch > 0) : a.batch;
+  const int64_t size = element_size(a.dtype), stored = a.quantised.codes == Codes::none ? size : 1;
+  const int64_t batch = packed(a) ? (a.batch > 0) : a.batch;
   const bool paged = a.pages.page_size != 0;
   const int64_t holders = paged ? a.pages.count : batch;
   const int64_t keys = paged && a.kv_len > 0 ? a.pages.page_size : a.kv_len;
@@ -323,8 +344,8 @@ const char* check_arrays(const Arguments& a, Pass pass) {
   const Shape out{batch, a.q_heads, a.q_len, a.value_dim}, row{batch, a.q_heads, a.q_len, 1};
   const char* complaint = nullptr;
   if ((complaint = check_array("q", a.q, q, size, false))) return complaint;
-  if ((complaint = check_array("k", a.k, k, size, false))) return complaint;
-  if ((complaint = check_array("v", a.v, v, size, false))) return complaint;
+  if ((complaint = check_array("k", a.k, k, stored, false))) return complaint;
+  if ((complaint = check_array("v", a.v, v, stored, false))) return complaint;
   if (pass == Pass::forward) {
     if ((complaint = check_array("out", a.out, out, size, true))) return complaint;
     return a.lse.data != nullptr ? check_array("lse", a.lse, row, 4, true) : nullptr;
@@ -344,6 +365,7 @@ const char* check(const Arguments& a, Pass pass) {
   if (const char* complaint = check_program(a)) return complaint;
   if (const char* complaint = check_packed(a, pass)) return complaint;
   if (const char* complaint = check_pages(a, pass)) return complaint;
+  if (const char* complaint = check_quantised(a, pass)) return complaint;
   if (const char* complaint = check_arrays(a, pass)) return complaint;
   if (const char* complaint = check_extras(a)) return complaint;
   return pass == Pass::backward ? check_dbias(a) : nullptr;

@@ -32,15 +32,17 @@ bool runs_here([[maybe_unused]] const Kernels* kernels) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("bmi2") && has_f16c();
+  [[maybe_unused]] const bool products =
+      avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #endif
 #if defined(POLYATTN_HAVE_AVX512)
   if (kernels == &kAvx512) return avx512;
 #endif
 #if defined(POLYATTN_HAVE_AVX512BF16)
-  if (kernels == &kAvx512Bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+  if (kernels == &kAvx512Bf16) return products;
 #endif
 #if defined(POLYATTN_HAVE_AMX)
-  if (kernels == &kAmx) return avx512 && __builtin_cpu_supports("avx512bf16") && has_tiles();
+  if (kernels == &kAmx) return products && has_tiles();
 #endif
   return true;  // generic, the twin; NEON is part of every aarch64
 }

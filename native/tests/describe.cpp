@@ -20,6 +20,10 @@ std::string describe(const Arguments& a) {
                      " out=" + number(a.out.row) + " threads=" + number(a.threads);
   if (a.cu_q != nullptr) text += " packed";
   if (a.pages.table != nullptr) text += " pages of " + number(a.pages.page_size);
+  if (a.quantised.codes != Codes::none) {
+    text += (a.quantised.codes == Codes::int8 ? " int8" : " f8") + std::string(" in blocks of ") +
+            number(a.quantised.block);
+  }
   if (a.bias.data != nullptr) {
     text += std::string(" bias ") + dtypes[static_cast<int>(a.bias.dtype)] + " " + number(a.bias.batch) +
             "/" + number(a.bias.head) + "/" + number(a.bias.row) + "/" + number(a.bias.column);

@@ -42,6 +42,7 @@ class Call {
     if (bytes_.chance(8)) a_.softcap = -1;
     if (bytes_.chance(8)) a_.terms = static_cast<int32_t>(hostile(bytes_, a_.terms));
     if (bytes_.chance(8)) a_.dtype = static_cast<DType>(bytes_.next());
+    if (bytes_.chance(8)) a_.quantised.codes = static_cast<Codes>(bytes_.next());
     if (bytes_.chance(8)) a_.term[0].kind = static_cast<TermKind>(bytes_.next());
     if (limits(a_.term[0])) a_.term[0].extent = of_lengths_;
   }
@@ -87,10 +88,30 @@ class Call {
     a_.softcap = bytes_.chance(60) ? 3.0f : 0.0f;
     packed_ = bytes_.chance(50);
     paged_ = !packed_ && pass_ == Pass::forward && bytes_.chance(60);
+    if (!packed_ && !paged_ && pass_ == Pass::forward && bytes_.chance(80)) quantised();
     for (int64_t* size :
          {&a_.batch, &a_.q_heads, &a_.kv_heads, &a_.q_len, &a_.kv_len, &a_.head_dim, &a_.value_dim}) {
       field(*size);
     }
+  }
+
+  void quantised() {
+    Quantised& x = a_.quantised;
+    x.codes = bytes_.chance(128) ? Codes::int8 : Codes::f8;
+    x.block = 1 + bytes_.below(70);
+    for (Scales* scales : {&x.k, &x.v}) {
+      scales->head = blocks();
+      scales->batch = bytes_.chance(40) ? 0 : scales->head * a_.kv_heads;
+      field(scales->head);
+      field(scales->batch);
+    }
+    field(x.block);
+  }
+
+  bool coded() const { return a_.quantised.codes != Codes::none; }
+  int64_t blocks() const {
+    const int64_t size = a_.quantised.block;
+    return a_.kv_len / size + (a_.kv_len % size != 0);
   }
 
   void strides() {
@@ -224,6 +245,9 @@ class Call {
     alignas(64) static uint8_t anywhere[64];
     const auto floats = reinterpret_cast<float*>(anywhere);
     for (Array* array : arrays()) array->data = anywhere, array->extent = {endless, endless};
+    for (Scales* scales : {&a_.quantised.k, &a_.quantised.v}) {
+      if (coded()) scales->data = floats, scales->extent = {endless, endless};
+    }
     if (bias_) a_.bias.data = anywhere, a_.bias.extent = {endless, endless};
     if (dbias_) a_.dbias = floats, a_.dbias_extent = {endless, endless};
     if (slopes_) a_.slopes.data = floats, a_.slopes.extent = {endless, endless};
@@ -248,10 +272,17 @@ class Call {
       const Span batches{pages ? a_.pages.count : batch, array->batch};
       const Span rows{pages ? a_.pages.page_size : length, array->row};
       const Span columns{row ? 1 : value ? a_.value_dim : a_.head_dim, 1};
-      array->data = heap_.make({batches, {heads, array->head}, rows, columns}, row ? 4 : size_of(a_.dtype),
-                               row ? DType::f32 : a_.dtype, bytes_, true, array->extent);
+      const bool code = key && coded();
+      const DType type = row                                 ? DType::f32
+                         : !code                             ? a_.dtype
+                         : a_.quantised.codes == Codes::int8 ? kInt8
+                                                             : kF8;
+      array->data = heap_.make({batches, {heads, array->head}, rows, columns}, size_of(type), type, bytes_,
+                               !code, array->extent);
       if (array->data == nullptr) return false;
+      if (code) codes(*array);
     }
+    if (coded() && !allocate_scales()) return false;
     if (a_.terms < 0 || a_.terms > kMaxTerms) return false;
     for (int i = 0; i < a_.terms; ++i) {
       if (!allocate_term(a_.term[i])) return false;
@@ -281,6 +312,23 @@ class Call {
     }
     return (!bias_ || a_.bias.data) && (!dbias_ || a_.dbias) && (!slopes_ || a_.slopes.data) &&
            (!sinks_ || a_.sinks);
+  }
+
+  // Any byte is a code.
+  void codes(const Array& array) {
+    uint8_t* const at = static_cast<uint8_t*>(array.data) - array.extent.before;
+    for (int64_t i = 0; i < array.extent.before + array.extent.bytes; ++i) at[i] = bytes_.next();
+  }
+
+  bool allocate_scales() {
+    if (a_.quantised.block < 1 || a_.kv_len < 0) return false;
+    for (Scales* scales : {&a_.quantised.k, &a_.quantised.v}) {
+      const Span batches{a_.batch, scales->batch}, heads{a_.kv_heads, scales->head};
+      scales->data = static_cast<float*>(
+          heap_.make({batches, heads, {blocks(), 1}}, 4, DType::f32, bytes_, true, scales->extent));
+      if (scales->data == nullptr) return false;
+    }
+    return true;
   }
 
   bool allocate_term(Term& term) {

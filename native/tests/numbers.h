@@ -38,7 +38,11 @@ class Random {
   uint64_t state_;
 };
 
-inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+// Types of keys and values alone, as tensors of the tests name them.
+constexpr DType kInt8{8}, kF8{9};
+inline bool is_code(DType dtype) { return dtype == kInt8 || dtype == kF8; }
+
+inline int64_t size_of(DType dtype) { return is_code(dtype) ? 1 : dtype == DType::f32 ? 4 : 2; }
 
 // The spacing of numbers next to 1, halved: the error of rounding to nearest.
 inline double rounding(DType dtype) {
@@ -67,7 +71,16 @@ inline uint16_t to_f16(double value) {
   return static_cast<uint16_t>(sign | (units < 1024 ? units : (exponent + 14) * 1024 + units));
 }
 
+inline double from_f8(uint8_t code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  double value = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(fraction + 8, exponent - 10);
+  if ((code & 127) == 127) value = NAN;
+  return code >> 7 ? -value : value;
+}
+
 inline double get(DType dtype, const void* base, int64_t index) {
+  if (dtype == kInt8) return static_cast<const int8_t*>(base)[index];
+  if (dtype == kF8) return from_f8(static_cast<const uint8_t*>(base)[index]);
   if (dtype == DType::f32) return static_cast<const float*>(base)[index];
   const uint16_t half = static_cast<const uint16_t*>(base)[index];
   if (dtype == DType::f16) return from_f16(half);
@@ -77,7 +90,18 @@ inline double get(DType dtype, const void* base, int64_t index) {
   return value;
 }
 
+// Of codes only NaN and what they can be are put; the code of int8 for NaN is one that would be seen.
 inline void put(DType dtype, void* base, int64_t index, double value) {
+  if (dtype == kInt8) {
+    static_cast<int8_t*>(base)[index] = static_cast<int8_t>(std::isnan(value) ? 127 : value);
+    return;
+  }
+  if (dtype == kF8) {
+    uint8_t code = 127;
+    while (code > 0 && !(from_f8(code) == std::fabs(value)) && !std::isnan(value)) --code;
+    static_cast<uint8_t*>(base)[index] = static_cast<uint8_t>(code | (std::signbit(value) ? 128 : 0));
+    return;
+  }
   const float single = static_cast<float>(value);
   if (dtype == DType::f32) {
     static_cast<float*>(base)[index] = single;

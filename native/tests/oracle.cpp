@@ -10,6 +10,9 @@
 // - An exponential that would underflow may be 2**-126 instead of 0, and sums below that may be 0.
 // - Sums over keys or queries: 2 sqrt(count) * u of the sum of magnitudes, as for scores.
 // - The result is rounded once to its type.
+// - Keys that are codes of int8, with queries that are not float32: a query is rounded to 16 bits of its
+//   largest element, and probabilities (with their scales) to 16 bits of the largest that meets 64 keys.
+//   Values that many rows of bfloat16 share are rounded to it.
 #include "oracle.h"
 
 #include <algorithm>
@@ -30,6 +33,9 @@ double operand(DType dtype) { return dtype == DType::bf16 ? 0x1p-8 : 4 * kU; }
 
 // Of the exponential in the backward pass.
 double exponential(DType dtype) { return dtype == DType::bf16 ? 0x1p-13 : 0; }
+
+// Of numbers of 16 bits, of the largest: half a step, and what the products with it round.
+constexpr double kPlane = 0.5 / (127 * 256) + kU;
 
 double stored(DType dtype, double value) { return rounding(dtype) * std::fabs(value) + underflow(dtype); }
 
@@ -69,13 +75,28 @@ struct Loaded {
   const double* row(int64_t index) const { return values.data() + index * width; }
 };
 
-Loaded load_keys(const Arguments& a, const Array& array, const Sequence& s, int64_t kv_head, int64_t width) {
+DType stored_type(const Arguments& a) {
+  if (a.quantised.codes == Codes::none) return a.dtype;
+  return a.quantised.codes == Codes::int8 ? kInt8 : kF8;
+}
+
+// Codes whose products may be of bytes.
+bool by_bytes(const Arguments& a) { return a.quantised.codes == Codes::int8 && a.dtype != DType::f32; }
+
+double scale_of(const Arguments& a, const Scales& scales, const Sequence& s, int64_t kv_head, int64_t j) {
+  if (a.quantised.codes == Codes::none) return 1;
+  return scales.data[s.b * scales.batch + kv_head * scales.head + j / a.quantised.block];
+}
+
+Loaded load_keys(const Arguments& a, const Array& array, const Scales& scales, const Sequence& s,
+                 int64_t kv_head, int64_t width) {
   Loaded loaded{std::vector<double>(static_cast<size_t>(s.kv_len * width)), width};
   for (int64_t j = 0; j < s.kv_len; ++j) {
     const int64_t offset = key_offset(a, array, s, kv_head, j);
     if (offset < 0) continue;
     for (int64_t h = 0; h < width; ++h) {
-      loaded.values[static_cast<size_t>(j * width + h)] = get(a.dtype, array.data, offset + h);
+      loaded.values[static_cast<size_t>(j * width + h)] =
+          get(stored_type(a), array.data, offset + h) * scale_of(a, scales, s, kv_head, j);
     }
   }
   return loaded;
@@ -107,13 +128,16 @@ double added_bias(const Arguments& a, const Sequence& s, int64_t n, int64_t t, i
 // Adds one visible key's score to the row.
 void add_score(const Arguments& a, const double* q, const double* k, double bias, size_t j, Row& row) {
   const double cap = static_cast<double>(a.softcap), scale = static_cast<double>(a.scale);
-  double dot = 0, magnitude = 0;
+  double dot = 0, magnitude = 0, keys = 0, largest = 0;
   for (int64_t h = 0; h < a.head_dim; ++h) {
+    keys += std::fabs(k[h]);
+    largest = std::max(largest, std::fabs(q[h]));
     dot += q[h] * k[h];
     magnitude += std::fabs(q[h] * k[h]);
   }
   double score = scale * dot;
   double error = walk(a.head_dim) * std::fabs(scale) * magnitude + 4 * kU * std::fabs(score);
+  if (by_bytes(a)) error += std::fabs(scale) * keys * largest * kPlane;
   row.slope[j] = scale;
   if (cap > 0) {
     const double tanh = std::tanh(score / cap);
@@ -160,6 +184,22 @@ Row softmax_row(const Arguments& a, const Sequence& s, int64_t n, int64_t t, con
 
 // The relative error of a probability, capped: beyond that the scores say nothing.
 double weight_error(const Row& row) { return std::min(std::expm1(2 * row.error), 2.0); }
+
+// What rounding probabilities to 16 bits, 64 keys at a time, may change of column h.
+double rounded_probabilities(const Arguments& a, const Sequence& s, int64_t kv_head, const Row& row,
+                             const Loaded& values, int64_t h) {
+  double all = 0;
+  for (int64_t from = 0; from < s.kv_len; from += 64) {
+    double codes = 0, largest = 0;
+    for (int64_t j = from; j < std::min(from + 64, s.kv_len); ++j) {
+      const double scale = scale_of(a, a.quantised.v, s, kv_head, j);
+      largest = std::max(largest, row.weight[static_cast<size_t>(j)] * std::fabs(scale));
+      codes += scale == 0 ? 128 : std::fabs(values.row(j)[h] / scale);
+    }
+    all += codes * largest * kPlane;
+  }
+  return all;
+}
 
 int64_t places(const Arguments& a) { return a.cu_q != nullptr ? (a.batch > 0) : a.batch; }
 
@@ -208,17 +248,19 @@ Forward forward(const Arguments& a) {
   for (const Sequence& s : sequences(a)) {
     for (int64_t n = 0; n < a.q_heads; ++n) {
       const int64_t kv_head = n / (a.q_heads / a.kv_heads);
-      const Loaded keys = load_keys(a, a.k, s, kv_head, a.head_dim);
-      const Loaded values = load_keys(a, a.v, s, kv_head, a.value_dim);
+      const Loaded keys = load_keys(a, a.k, a.quantised.k, s, kv_head, a.head_dim);
+      const Loaded values = load_keys(a, a.v, a.quantised.v, s, kv_head, a.value_dim);
       for (int64_t t = 0; t < s.q_len; ++t) {
         const auto q = load_query(a, a.q, s, n, t, a.head_dim);
         const Row row = softmax_row(a, s, n, t, q.data(), keys);
         const int64_t index = (s.place * a.q_heads + n) * a.q_len + s.q0 + t;
         result.lse.value[static_cast<size_t>(index)] = row.lse;
         result.lse.tolerance[static_cast<size_t>(index)] = row.error + walk(s.kv_len);
-        const double error = weight_error(row) + operand(a.dtype) + 16 * kU + walk(s.kv_len);
+        const bool coded = a.quantised.codes != Codes::none;
+        const double error =
+            weight_error(row) + (coded ? 2 : 1) * operand(a.dtype) + 16 * kU + walk(s.kv_len);
         for (int64_t h = 0; h < a.value_dim; ++h) {
-          double sum = 0, magnitude = 0, largest = 0;
+          double sum = 0, magnitude = 0, largest = 0, rounded = 0;
           for (int64_t j = 0; j < s.kv_len; ++j) {
             if (!row.seen[static_cast<size_t>(j)]) continue;
             const double v = values.row(j)[h], weight = row.weight[static_cast<size_t>(j)];
@@ -226,10 +268,11 @@ Forward forward(const Arguments& a) {
             magnitude += weight * std::fabs(v);
             largest = std::max(largest, std::fabs(v));
           }
+          if (by_bytes(a)) rounded = rounded_probabilities(a, s, kv_head, row, values, h);
           if (error > 1) magnitude = largest;
           const size_t at = static_cast<size_t>(index * a.value_dim + h);
           result.out.value[at] = sum;
-          result.out.tolerance[at] = error * magnitude + stored(a.dtype, sum);
+          result.out.tolerance[at] = error * magnitude + rounded + stored(a.dtype, sum);
         }
       }
     }
@@ -285,8 +328,8 @@ Backward backward(const Arguments& a, const std::vector<double>& delta) {
   for (const Sequence& s : sequences(a)) {
     for (int64_t n = 0; n < a.q_heads; ++n) {
       const int64_t kv_head = n / (a.q_heads / a.kv_heads);
-      const Loaded keys = load_keys(a, a.k, s, kv_head, a.head_dim);
-      const Loaded values = load_keys(a, a.v, s, kv_head, a.value_dim);
+      const Loaded keys = load_keys(a, a.k, a.quantised.k, s, kv_head, a.head_dim);
+      const Loaded values = load_keys(a, a.v, a.quantised.v, s, kv_head, a.value_dim);
       for (int64_t t = 0; t < s.q_len; ++t) {
         const int64_t index = (s.place * a.q_heads + n) * a.q_len + s.q0 + t;
         const auto q = load_query(a, a.q, s, n, t, a.head_dim);

@@ -68,6 +68,7 @@ class Maker {
       a_.q_heads -= a_.kv_heads;
     }
     packed_ = random_.chance(0.2);
+    if (!backward_ && !packed_ && random_.chance(0.25)) coded_ = random_.chance(0.6) ? kInt8 : kF8;
     a_.threads = static_cast<int32_t>(random_.between(1, 3));
     a_.scale = static_cast<float>(random_.chance(0.7) ? 1 / std::sqrt(static_cast<double>(a_.head_dim))
                                                       : random_.uniform(-2, 2));
@@ -120,7 +121,11 @@ class Maker {
     made.each([&](int64_t index, int64_t) { last = std::max(last, index + 1); });
     for (int64_t i = 0; i < last; ++i) put(made.dtype, made.array.data, i, NAN);
     made.each([&](int64_t index, int64_t) {
-      put(made.dtype, made.array.data, index, random_.uniform(-size, size));
+      double value = random_.uniform(-size, size);
+      if (made.dtype == kInt8) value = static_cast<double>(random_.between(-128, 127));
+      if (made.dtype == kF8)
+        value = from_f8(static_cast<uint8_t>(random_.between(0, 126) + 128 * random_.between(0, 1)));
+      put(made.dtype, made.array.data, index, value);
     });
   }
 
@@ -128,15 +133,17 @@ class Maker {
     const int64_t batch = packed_ ? (a_.batch > 0) : a_.batch;
     const double size = huge_ ? 1e15 : random_.chance(0.1) ? 8 : 1.5;
     int64_t holders = batch, keys = a_.kv_len;
-    if (!packed_ && !backward_ && random_.chance(0.2)) {
+    const bool coded = is_code(coded_);
+    if (!packed_ && !backward_ && !coded && random_.chance(0.2)) {
       page_table();
       holders = a_.pages.count;
       keys = a_.pages.page_size;
     }
     made_->q = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.head_dim, true);
     const bool shared = a_.pages.table == nullptr;
-    made_->k = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.head_dim, shared);
-    made_->v = tensor(a_.dtype, holders, a_.kv_heads, keys, a_.value_dim, shared);
+    const DType stored = coded ? coded_ : a_.dtype;
+    made_->k = tensor(stored, holders, a_.kv_heads, keys, a_.head_dim, shared);
+    made_->v = tensor(stored, holders, a_.kv_heads, keys, a_.value_dim, shared);
     made_->out = tensor(a_.dtype, batch, a_.q_heads, a_.q_len, a_.value_dim, false);
     fill(made_->q, size);
     fill(made_->k, size);
@@ -144,11 +151,37 @@ class Maker {
     a_.q = made_->q.array;
     a_.k = made_->k.array;
     a_.v = made_->v.array;
+    if (coded) quantised(size);
     a_.out = made_->out.array;
     if (backward_ || random_.chance(0.8)) {
       made_->lse = tensor(DType::f32, batch, a_.q_heads, a_.q_len, 1, false);
       a_.lse = made_->lse.array;
     }
+  }
+
+  // Scales that bring the largest code to `size`, or to less.
+  void quantised(double size) {
+    static constexpr int64_t blocks[] = {1, 5, 16, 32, 64, 64, 100, 4096};
+    Quantised& x = a_.quantised;
+    x.codes = coded_ == kInt8 ? Codes::int8 : Codes::f8;
+    x.block = random_.pick(blocks);
+    const double largest = coded_ == kInt8 ? 127 : 448;
+    x.k = scales(size / largest);
+    x.v = scales(2 / largest);
+  }
+
+  Scales scales(double most) {
+    const int64_t count = (a_.kv_len + a_.quantised.block - 1) / a_.quantised.block;
+    Scales made;
+    made.head = count + random_.between(0, 2);
+    made.batch = random_.chance(0.1) ? 0 : made.head * a_.kv_heads;
+    const int64_t all = made.batch * std::max<int64_t>(a_.batch - 1, 0) + made.head * a_.kv_heads;
+    float* values = static_cast<float*>(allocate(all, 4));
+    for (int64_t i = 0; i < all; ++i) {
+      values[i] = random_.chance(0.05) ? 0 : static_cast<float>(random_.uniform(-0.2, 1) * most);
+    }
+    made.data = values;
+    return made;
   }
 
   // Pages in random order, some of them shared between sequences, some unused.
@@ -373,6 +406,7 @@ class Maker {
 
   Random random_;
   bool backward_, packed_ = false, huge_ = false;
+  DType coded_ = DType::f32;  // of keys and values, where it is a code's
   std::unique_ptr<Problem> made_;
   Arguments& a_;
   const int64_t* paged_lengths_ = nullptr;

@@ -81,6 +81,24 @@ struct Pages {
   Extent extent;      // of the table
 };
 
+// Keys and values as codes of one byte with scales, one for each head and block of keys: element h of
+// key j is code[h] * scale[j / block]. Not with packed sequences or pages, and without a backward pass.
+enum class Codes : int32_t { none = 0, int8 = 1, f8 = 2 };  // f8: float8_e4m3fn
+
+// The scale of block i is data[b * batch + n * head + i].
+struct Scales {
+  const float* data = nullptr;
+  int64_t batch = 0, head = 0;
+  Extent extent;
+};
+
+struct Quantised {
+  Codes codes = Codes::none;
+  int64_t block = 0;  // keys that share a scale
+  Scales k, v;
+  bool exact = false;  // the kernels' own: nothing else may be rounded than float32 is
+};
+
 struct Arguments {
   DType dtype = DType::f32;
   int64_t batch = 0, q_heads = 0, kv_heads = 0, q_len = 0, kv_len = 0, head_dim = 0, value_dim = 0;
@@ -101,6 +119,7 @@ struct Arguments {
   int64_t sink_count = 0;
   Extent sinks_extent;
   Pages pages;
+  Quantised quantised;  // of k and v, whose strides are then in codes
   int32_t threads = 1;
   // Backward pass only. delta[b][n][t] = sum(dout * out) - dlse, float32.
   Array dout, dq, dk, dv, delta;

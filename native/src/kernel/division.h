@@ -40,14 +40,24 @@ inline int64_t heads_together(const Arguments& a, int64_t rows) {
   return smaller<int64_t>(a.kv_heads, kMostTogether);
 }
 
+// Whether query heads that share keys are rows of one item.
+inline bool heads_are_rows(const Arguments& a) {
+  return a.q_heads > a.kv_heads && longest(a.cu_q, a.batch, a.q_len) < kRows && !a.cu_q;
+}
+
+// Query rows that share the keys of an item's head.
+inline int64_t rows_of_head(const Arguments& a) {
+  return longest(a.cu_q, a.batch, a.q_len) * (heads_are_rows(a) ? a.q_heads / a.kv_heads : 1);
+}
+
 template <class S, class U>
 inline Division divide(const Arguments& a) {
   Division d;
-  const int64_t q_len = longest(a.cu_q, a.batch, a.q_len), kv_len = longest(a.cu_kv, a.batch, a.kv_len);
+  const int64_t kv_len = longest(a.cu_kv, a.batch, a.kv_len);
   d.group = a.q_heads / a.kv_heads;
-  d.heads_as_rows = d.group > 1 && q_len < kRows && !a.cu_q;
+  d.heads_as_rows = heads_are_rows(a);
   d.heads = a.batch * (d.heads_as_rows ? a.kv_heads : a.q_heads);
-  const int64_t rows = d.heads_as_rows ? q_len * d.group : q_len;
+  const int64_t rows = rows_of_head(a);
   d.rows = kRows * (larger(a.head_dim, a.value_dim) > 128 ? 2 : 8);
   bool sparse = false;
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;

@@ -16,6 +16,9 @@ struct BF16 {
 struct F16 {
   uint16_t bits;
 };
+struct F8 {  // float8_e4m3fn: no infinities, and NaN where all bits but the sign are set
+  uint8_t bits;
+};
 
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLog2E = 1.44269504088896340736f;
@@ -51,6 +54,16 @@ POLYATTN_INLINE float to_float(F16 x) {
   // a product moves the exponent and makes subnormal halves normal
   float magnitude = float_of(rest << 13) * float_of(uint32_t(127 + 112) << 23);
   return float_of(sign | bits_of(magnitude));
+}
+
+POLYATTN_INLINE float to_float(int8_t x) { return float(x); }
+POLYATTN_INLINE float to_float(uint8_t x) { return float(x); }
+POLYATTN_INLINE float to_float(int16_t x) { return float(x); }
+POLYATTN_INLINE float to_float(F8 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x80) << 24, rest = x.bits & 0x7f;
+  if (rest == 0x7f) return float_of(sign | 0x7fc00000);
+  // as above: 2^120 between the exponents of the two
+  return float_of(sign | bits_of(float_of(rest << 20) * float_of(uint32_t(127 + 120) << 23)));
 }
 
 POLYATTN_INLINE void from_float(float x, float* out) { *out = x; }

@@ -17,8 +17,6 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-constexpr int kFewHint = 3;
-
 // Whether elements are taken apart, and how many of a row.
 template <class U, class T>
 constexpr bool kApart = U::kValues == 1 && std::is_same_v<T, BF16>;
@@ -65,38 +63,68 @@ POLYATTN_INLINE void two_key_units(const T* key, typename S::Vec& a, typename S:
 }
 
 // Adds the products of a key's units from `u` on: those that fill no two vectors.
-template <class S, class U, class T, int R>
-__attribute__((noinline)) void few_last_products(const float* q, int64_t q_row, const T* key, int64_t u,
-                                                 int64_t dim, typename S::Vec (&sums)[R]) {
+template <class S, class U, class T, int R, int M>
+__attribute__((noinline)) void few_last_products(const float* q, int64_t q_row, const T* const (&key)[M],
+                                                 int64_t u, int64_t dim, typename S::Vec (&sums)[R][M]) {
   const int64_t units = blocks_of(dim, U::kValues);
   for (; u < units; u += S::kLanes) {
-    const typename S::Vec k = load_units<S, U>(key + u * U::kValues, dim - u * U::kValues);
-    for (int r = 0; r < R; ++r) sums[r] = U::template dot<S>(sums[r], S::load(q + r * q_row + u), k);
+    for (int m = 0; m < M; ++m) {
+      const typename S::Vec k = load_units<S, U>(key[m] + u * U::kValues, dim - u * U::kValues);
+      for (int r = 0; r < R; ++r) sums[r][m] = U::template dot<S>(sums[r][m], S::load(q + r * q_row + u), k);
+    }
   }
 }
 
-// The products of one key with R query rows, lane by lane. `next`: what is fetched meanwhile.
-template <class S, class U, class T, int R>
-POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* key, const T* next, int64_t dim,
-                                  typename S::Vec (&sums)[R]) {
+// Whether there are registers for the sums of several keys, or of several columns, at once.
+template <class S>
+constexpr bool kManyRegisters = S::kColumnBlock >= 4;
+
+// Fetches what some units of a row lie in.
+template <class S, class U, int kUnits, class T>
+POLYATTN_INLINE void fetch_units(const T* p) {
+  constexpr int64_t kBytes = int64_t{kUnits} * U::kValues * sizeof(T);
+  const char* const at = reinterpret_cast<const char*>(p);
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, S::kFetchHint);
+}
+
+// The products of M keys with R query rows, lane by lane; sums[r][m]. `next`: what is fetched meanwhile.
+template <class S, class U, class T, int R, int M>
+POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* const (&key)[M],
+                                  const T* const (&next)[M], bool fetches, int64_t dim,
+                                  typename S::Vec (&sums)[R][M]) {
+  using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
-  typename S::Vec even[R], odd[R];  // twice as many sums, which wait for half as many products
+  Vec odd[R][M];  // twice as many sums wait for half as many products
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) even[r] = odd[r] = S::zero();
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) sums[r][m] = odd[r][m] = S::zero();
+  }
   int64_t u = 0;
   for (; (u + 2 * W) * U::kValues <= dim; u += 2 * W) {
-    if (next) __builtin_prefetch(next + u * U::kValues, 0, kFewHint);
-    typename S::Vec a, b;
-    two_key_units<S, U>(key + u * U::kValues, a, b);
+    Vec a[M], b[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      if (fetches) fetch_units<S, U, 2 * W>(next[m] + u * U::kValues);
+      two_key_units<S, U>(key[m] + u * U::kValues, a[m], b[m]);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      even[r] = U::template dot<S>(even[r], S::load(q + r * q_row + u), a);
-      odd[r] = U::template dot<S>(odd[r], S::load(q + r * q_row + u + W), b);
+      const Vec x = S::load(q + r * q_row + u), y = S::load(q + r * q_row + u + W);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        sums[r][m] = U::template dot<S>(sums[r][m], x, a[m]);
+        odd[r][m] = U::template dot<S>(odd[r][m], y, b[m]);
+      }
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) sums[r] = S::add(even[r], odd[r]);
-  if (u * U::kValues < dim) few_last_products<S, U, T, R>(q, q_row, key, u, dim, sums);
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) sums[r][m] = S::add(sums[r][m], odd[r][m]);
+  }
+  if (u * U::kValues < dim) few_last_products<S, U, T, R, M>(q, q_row, key, u, dim, sums);
 }
 
 // scores[r * row + j] = q_r . key_j for R rows and `keys` keys, which lie `offset` elements behind keys_at.
@@ -104,16 +132,25 @@ POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* key, c
 template <class S, class U, class T, int R>
 inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, int64_t offset, int64_t keys,
                        bool fetches, int64_t dim, float* scores, int64_t row) {
-  constexpr int W = S::kLanes, kKeys = W / R;
+  // queries are loaded once for M keys
+  constexpr int W = S::kLanes, kKeys = W / R, M = kManyRegisters<S> && kKeys % 2 == 0 ? 2 : 1;
   for (int64_t j = 0; j < keys; j += kKeys) {
     typename S::Vec sums[W];
 #pragma GCC unroll 16
-    for (int i = 0; i < kKeys; ++i) {
-      typename S::Vec of_key[R];
-      const T* next = fetches ? keys_at[j + i + kAheadRows] + offset : nullptr;
-      few_products<S, U, T, R>(q, q_row, keys_at[smaller(j + i, keys - 1)] + offset, next, dim, of_key);
+    for (int i = 0; i < kKeys; i += M) {
+      typename S::Vec of_keys[R][M];
+      const T *key[M], *next[M];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        key[m] = keys_at[smaller(j + i + m, keys - 1)] + offset;
+        next[m] = keys_at[j + i + m + S::kAheadRows] + offset;
+      }
+      few_products<S, U, T, R, M>(q, q_row, key, next, fetches, dim, of_keys);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r * kKeys + i] = of_key[r];
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) sums[r * kKeys + i + m] = of_keys[r][m];
+      }
     }
     float lanes[W];
     S::store(lanes, S::lane_sums(sums));
@@ -174,7 +211,7 @@ POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRo
   for (; whole && c + 2 * W <= dim; c += 2 * W) {
     if (next) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N * U::kValues; ++n) __builtin_prefetch(next[n] + offset + c, 0, kFewHint);
+      for (int n = 0; n < N * U::kValues; ++n) __builtin_prefetch(next[n] + offset + c, 0, S::kFetchHint);
     }
     Vec a[N], b[N];
 #pragma GCC unroll 8
@@ -207,32 +244,83 @@ POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRo
   }
 }
 
-// The same for any number of keys, which lie `offset` elements behind values_at.
+// sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for R rows and V vectors of columns, whose sums stay
+// in registers. `keys` is a multiple of a unit's.
+template <class S, class U, class T, int R, int V>
+POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const T* const* values_at,
+                                       int64_t offset, int64_t keys, bool fetches, float* sums,
+                                       int64_t columns) {
+  using Vec = typename S::Vec;
+  constexpr int W = S::kLanes;
+  Vec x[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) x[r][v] = S::load(sums + r * columns + v * W);
+  }
+  for (int64_t j = 0; j < keys; j += U::kValues) {
+    const T* const* at = values_at + j;
+    const ValueRows<T> rows{at[0] + offset, U::kValues > 1 ? at[1] + offset : nullptr};
+    if (fetches) {
+#pragma GCC unroll 2
+      for (int n = 0; n < U::kValues; ++n) fetch_units<S, FloatUnit, V * W>(at[n + S::kAheadRows] + offset);
+    }
+    Vec factor[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) factor[r] = S::fill(p[r * p_row + j / U::kValues]);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v += 2) {
+      Vec a, b;
+      two_value_units<S, U>(rows, v * W, a, b);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        x[r][v] = U::template dot<S>(x[r][v], factor[r], a);
+        x[r][v + 1] = U::template dot<S>(x[r][v + 1], factor[r], b);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) S::store(sums + r * columns + v * W, x[r][v]);
+  }
+}
+
+// The same for any number of keys and columns. Values lie `offset` elements behind values_at.
 template <class S, class U, class T, int R>
 inline void few_values(const float* p, int64_t p_row, const T* const* values_at, int64_t offset, int64_t keys,
                        bool fetches, int64_t dim, float* sums, int64_t columns) {
-  // the probabilities of so many keys and rows stay in registers
-  constexpr bool kManyRegisters = S::kColumnBlock >= 4;
-  constexpr int kAtOnce = R > 2 && !kManyRegisters ? 2 : R, N = 4;
+  constexpr int kAtOnce = R > 2 && !kManyRegisters<S> ? 2 : R, N = 4;
+  const int64_t whole = keys / U::kValues * U::kValues;
+  int64_t done = 0;  // columns
+  if constexpr (kManyRegisters<S>) {
+    constexpr int V = R == 4 ? 4 : 8;
+    for (; done + V * S::kLanes <= dim; done += V * S::kLanes)
+      few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole, fetches, sums + done,
+                                       columns);
+  }
   int64_t j = 0;
-  for (; j + N * U::kValues <= keys; j += N * U::kValues) {
+  for (; done < dim && j + N * U::kValues <= keys; j += N * U::kValues) {
     ValueRows<T> rows[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
       const T* const* at = values_at + j + n * U::kValues;
-      rows[n] = {at[0] + offset, U::kValues > 1 ? at[1] + offset : nullptr};
+      rows[n] = {at[0] + offset + done, U::kValues > 1 ? at[1] + offset + done : nullptr};
     }
     for (int r = 0; r < R; r += kAtOnce) {
-      const T* const* next = fetches && r == 0 ? values_at + j + kAheadRows : nullptr;
-      few_value_rows<S, U, T, kAtOnce, N>(p + r * p_row + j / U::kValues, p_row, rows, true, next, offset,
-                                          dim, sums + r * columns, columns);
+      const T* const* next = fetches && r == 0 ? values_at + j + S::kAheadRows : nullptr;
+      few_value_rows<S, U, T, kAtOnce, N>(p + r * p_row + j / U::kValues, p_row, rows, true, next,
+                                          offset + done, dim - done, sums + r * columns + done, columns);
     }
   }
   for (; j < keys; j += U::kValues) {
-    const bool pair = U::kValues > 1 && j + 1 < keys;
-    const ValueRows<T> rows[1] = {{values_at[j] + offset, pair ? values_at[j + 1] + offset : nullptr}};
-    few_value_rows<S, U, T, R, 1>(p + j / U::kValues, p_row, rows, pair || U::kValues == 1, nullptr, 0, dim,
-                                  sums, columns);
+    const bool pair = U::kValues > 1 && j + 1 < keys, odd = U::kValues > 1 && !pair;
+    const int64_t from = odd ? 0 : done;  // an odd last key is met by all columns here
+    if (from == dim) continue;
+    const ValueRows<T> rows[1] = {
+        {values_at[j] + offset + from, pair ? values_at[j + 1] + offset + from : nullptr}};
+    few_value_rows<S, U, T, R, 1>(p + j / U::kValues, p_row, rows, !odd, nullptr, 0, dim - from, sums + from,
+                                  columns);
   }
 }
 

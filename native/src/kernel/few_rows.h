@@ -2,29 +2,40 @@
 //
 // Several items may walk together, where the heads of a key lie side by side: each few keys are met by all
 // items in turn, so that memory is read from end to end.
+//
+// Codes are multiplied as they are stored. The scales of keys go into the scores, those of values into the
+// probabilities.
 #pragma once
 
 #include "kernel/few.h"
+#include "kernel/few_bytes.h"
 #include "kernel/workspace.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
 // Keys that an item meets before it is the next one's turn.
-constexpr int kTurn = 8;
+template <class S>
+constexpr int kTurn = S::kLanes > 8 ? 16 : 8;
 
-template <class S, class U, class T>
+// T: of queries and outputs; C: of keys and values as they are stored.
+template <class S, class U, class T, class C>
 class FewRows {
  public:
   FewRows(const Arguments& a, const Division& d, const ScoreUnits<U>& units) : a_(a), d_(d), units_(units) {}
 
-  void pack_query(const T* row, float* to) const {
-    pack_few<S, U>(row, a_.head_dim, units_.of_queries(), to);
+  // Row r of an item whose queries begin at `to`.
+  void pack_query(const T* row, float* to, int r) const {
+    if constexpr (kBytes) {
+      if (bytes()) return pack_bytes<S>(row, a_.head_dim, units_.of_queries(), to, d_.q_units, r);
+    }
+    pack_few<S, U>(row, a_.head_dim, units_.of_queries(), to + r * d_.q_units);
   }
 
   // Probabilities of keys that lie within keys[i] and within `begin` to `end` - 1, in the scores of item i
-  // of `count`; its older sums shrink to the new maxima. visits[i] tells of which keys.
+  // of `count`; its older sums shrink to the new maxima. visits[i] tells of which keys. `careful`: what is
+  // masked is 0 also where its scale is not finite.
   void probabilities(Workspace& w, const Item* items, const Span* keys, int count, int64_t begin, int64_t end,
-                     Visit* visits) const {
+                     bool careful, Visit* visits) const {
     int64_t last = begin;
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
@@ -33,20 +44,29 @@ class FewRows {
       if (low < high) plan<S, U>(a_, items[i].q, own.strips[0], low, high, own.words, &visits[i]);
       last = larger(last, keys[i].high);
     }
-    locate(a_, a_.k, items[0].q, begin, last, reinterpret_cast<const T**>(w.keys_at));
-    locate(a_, a_.v, items[0].q, begin, last, reinterpret_cast<const T**>(w.values_at));
+    locate(a_, a_.k, items[0].q, begin, last, reinterpret_cast<const C**>(w.keys_at));
+    locate(a_, a_.v, items[0].q, begin, last, reinterpret_cast<const C**>(w.values_at));
+    if constexpr (kCoded<C>) {
+      for (int i = 0; i < count; ++i) {
+        Workspace own = w.of(d_, i);
+        spread_scales(a_, a_.quantised.k, items[i], begin, last, own.key_scales);
+        spread_scales(a_, a_.quantised.v, items[i], begin, last, own.value_scales);
+      }
+    }
     walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
       const Workspace own = w.of(d_, i);
-      const T* const* at = reinterpret_cast<const T* const*>(w.keys_at) + (tile.j0 - begin) + from;
+      const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
+      const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
       by_few(own.strips[0].count, [&](auto rows, int r) {
-        few_scores<S, U, T, rows.value>(own.q + r * d_.q_units, d_.q_units, at, items[i].kv_head * a_.k.head,
-                                        here, r == 0, a_.head_dim,
-                                        own.scores + r * kScoreRow + tile.first + from, kScoreRow);
+        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, r == 0, own.key_scales + place,
+                           own.scores + r * kScoreRow + tile.first + from);
       });
     });
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
-      if (visits[i].tiles > 0) soften_item(own, items[i], visits[i]);
+      if (visits[i].tiles == 0) continue;
+      soften_item(own, items[i], visits[i]);
+      if constexpr (kCoded<C>) weigh(own, visits[i], begin, careful);
     }
   }
 
@@ -54,20 +74,62 @@ class FewRows {
   void values(Workspace& w, const Item* items, const Visit* visits, int count, int64_t begin) const {
     walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
       Workspace own = w.of(d_, i);
-      const T* const* at = reinterpret_cast<const T* const*>(w.values_at) + (tile.j0 - begin) + from;
+      const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + (tile.j0 - begin) + from;
       const float* p = own.scores + (tile.first + from) / U::kValues;
+      const int64_t offset = items[i].kv_head * a_.v.head;
       by_few(own.strips[0].count, [&](auto rows, int r) {
-        few_values<S, U, T, rows.value>(p + r * kScoreRow, kScoreRow, at, items[i].kv_head * a_.v.head, here,
-                                        r == 0, a_.value_dim, own.out + r * d_.v_columns, d_.v_columns);
+        constexpr int R = rows.value;
+        const float* some = p + r * kScoreRow;
+        float* out = own.out + r * d_.v_columns;
+        if constexpr (kBytes) {
+          if (bytes())
+            return few_byte_values<S, R>(some, kScoreRow, at, offset, here, r == 0, a_.value_dim, out,
+                                         d_.v_columns);
+        }
+        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, r == 0, a_.value_dim, out, d_.v_columns);
       });
     });
   }
 
  private:
+  // Codes that may be multiplied as bytes; whether a call's are.
+  static constexpr bool kBytes = std::is_same_v<C, int8_t> && U::kValues == 1 && MultipliesBytes<S>;
+  bool bytes() const { return !a_.quantised.exact; }
+
+  // Scores of R rows, with the keys' scales in them.
+  template <int R>
+  POLYATTN_INLINE void scores(const float* q, const C* const* at, int64_t offset, int64_t keys, bool fetches,
+                              const float* scales, float* to) const {
+    if constexpr (kBytes) {
+      if (bytes())
+        return few_byte_scores<S, R>(q, d_.q_units, at, offset, keys, fetches, a_.head_dim, scales, to,
+                                     kScoreRow);
+    }
+    few_scores<S, U, C, R>(q, d_.q_units, at, offset, keys, fetches, a_.head_dim, to, kScoreRow);
+    if constexpr (kCoded<C>) {
+      for (int r = 0; r < R; ++r) scale_columns<S>(to + r * kScoreRow, scales, keys);
+    }
+  }
+
+  // The values' scales into the probabilities.
+  void weigh(const Workspace& w, const Visit& visit, int64_t begin, bool careful) const {
+    for (int n = 0; n < visit.tiles; ++n) {
+      const Tile& tile = visit.tile[n];
+      const uint64_t* words = w.words + int64_t{n} * kRows;
+      for (int r = 0; r < w.strips[0].count; ++r) {
+        float* p = w.scores + r * kScoreRow + tile.first;
+        scale_columns<S>(p, w.value_scales + (tile.j0 - begin), tile.columns);
+        if (!careful || !visit.mixed[n]) continue;
+        for (int i = 0; i < tile.columns; i += S::kLanes)
+          S::store(p + i, S::select(words[r] >> i, S::load(p + i), S::zero()));
+      }
+    }
+  }
+
   // Calls `each` for all visited tiles in turn: with an item, a tile, the first of its keys and how many.
   template <class Each>
   static POLYATTN_INLINE void walk(const Visit* visits, int count, int64_t begin, Each each) {
-    const int turn = count > 1 ? kTurn : kTile;
+    const int turn = count > 1 && !kCoded<C> ? kTurn<S> : kTile;
     int at[kMostTogether] = {};
     for (int64_t j = begin; j < begin + kChunkKeys; j += kTile) {
       int keys = 0;

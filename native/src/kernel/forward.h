@@ -14,7 +14,8 @@ struct Parts {
   int* done = nullptr;
 };
 
-template <class S, class U, class T>
+// T: of queries and outputs; C: of keys and values as they are stored.
+template <class S, class U, class T, class C = T>
 class Forward {
  public:
   static bool run(const Arguments& a) {
@@ -47,14 +48,14 @@ class Forward {
 
   void work() {
     [[maybe_unused]] const typename U::Session session;
-    const size_t bytes = Workspace::layout(d_, item_.k_units(), nullptr, nullptr);
+    const size_t bytes = Workspace::layout(a_, d_, item_.k_units(), nullptr, nullptr);
     float* base = reinterpret_cast<float*>(scratch(bytes));
     if (!base) {
       __atomic_store_n(&failed_, true, __ATOMIC_RELAXED);
       return;
     }
     Workspace w;
-    Workspace::layout(d_, item_.k_units(), base, &w);
+    Workspace::layout(a_, d_, item_.k_units(), base, &w);
     const int64_t tasks = this->tasks(), groups = tasks / d_.splits;
     for (;;) {
       const int64_t task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
@@ -144,7 +145,7 @@ class Forward {
 
   const Arguments& a_;
   const Division d_;
-  const ForwardItem<S, U, T> item_;
+  const ForwardItem<S, U, T, C> item_;
   Parts parts_;
   float* memory_ = nullptr;
   int64_t next_ = 0;

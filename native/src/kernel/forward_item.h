@@ -8,7 +8,8 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-template <class S, class U, class T>
+// T: of queries and outputs; C: of keys and values as they are stored.
+template <class S, class U, class T, class C>
 class ForwardItem {
  public:
   ForwardItem(const Arguments& a, const Division& d)
@@ -23,9 +24,17 @@ class ForwardItem {
   void attend(Workspace& w, const Item& item, int64_t split, int64_t splits, bool careful) const {
     const Span keys = begin(w, item, split, splits);
     if (keys.empty()) return;
-    for (int64_t j = keys.low / kTile * kTile; j < keys.high; j += kChunkKeys) {
-      const int64_t end = smaller(j + kChunkKeys, keys.high);
-      few(item) ? chunk_of_few(w, item, keys, j, end, careful) : chunk(w, item, j, end, careful);
+    // an item that walked with others is run again in the same steps
+    const int64_t step = d_.together > 1 ? kTogetherKeys : kChunkKeys;
+    for (int64_t j = keys.low / kTile * kTile; j < keys.high; j += step) {
+      const int64_t end = smaller(j + step, keys.high);
+      if constexpr (kMeetsFew) {
+        if (few(item)) {
+          chunk_of_few(w, item, keys, j, end, careful);
+          continue;
+        }
+      }
+      chunk(w, item, j, end, careful);
     }
   }
 
@@ -41,8 +50,10 @@ class ForwardItem {
     }
     for (int64_t j = all.low; j < all.high; j += kTogetherKeys) {
       Visit visits[kMostTogether];
-      few_.probabilities(w, items, keys, count, j, smaller(j + kTogetherKeys, all.high), visits);
-      few_.values(w, items, visits, count, j);
+      if constexpr (kMeetsFew) {
+        few_.probabilities(w, items, keys, count, j, smaller(j + kTogetherKeys, all.high), false, visits);
+        few_.values(w, items, visits, count, j);
+      }
     }
   }
 
@@ -62,7 +73,9 @@ class ForwardItem {
   }
 
  private:
-  static bool few(const Item& item) { return item.rows <= kFewRows; }
+  // Codes are met as they are stored by numbers of float32 alone.
+  static constexpr bool kMeetsFew = !kCoded<C> || U::kValues == 1;
+  static bool few(const Item& item) { return kMeetsFew && item.rows <= kFewRows; }
 
   // An item before its first key; returns the keys of the part.
   Span begin(Workspace& w, const Item& item, int64_t split, int64_t splits) const {
@@ -101,7 +114,7 @@ class ForwardItem {
       float* to = w.q + int64_t{i} * kRows * d_.q_units;
       if (few(item)) {
         for (int r = 0; r < s.count; ++r)
-          few_.pack_query(row_of<const T>(a_.q, item, s.head[r], s.t[r]), to + r * d_.q_units);
+          few_.pack_query(row_of<const T>(a_.q, item, s.head[r], s.t[r]), to, r);
         continue;
       }
       if (!d_.heads_as_rows) {
@@ -118,6 +131,7 @@ class ForwardItem {
 
   void chunk(Workspace& w, const Item& item, int64_t begin, int64_t end, bool careful) const {
     bool packed[kChunk] = {};
+    if constexpr (kCoded<C>) spread_scales(a_, a_.quantised.k, item, begin, end, w.key_scales);
     for (int i = 0; i < item.strips; ++i) {
       Visit visit;
       plan<S, U>(a_, item.q, w.strips[i], begin, end, w.words, &visit);
@@ -136,22 +150,54 @@ class ForwardItem {
   void chunk_of_few(Workspace& w, const Item& item, const Span& keys, int64_t begin, int64_t end,
                     bool careful) const {
     Visit visit;
-    few_.probabilities(w, &item, &keys, 1, begin, end, &visit);
-    if (!careful) return few_.values(w, &item, &visit, 1, begin);
-    for (int n = 0; n < visit.tiles; ++n) pack_values(w, item, visit.tile[n]);
+    few_.probabilities(w, &item, &keys, 1, begin, end, careful, &visit);
+    // a code of int8 is never NaN, and probabilities have the scales in them
+    if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, 1, begin);
+    for (int n = 0; n < visit.tiles; ++n) {
+      const Tile& tile = visit.tile[n];
+      auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };
+      pack_value_rows<C>(w, tile, value, ahead(a_.v));
+    }
     if (visit.tiles > 0) strip_.values_by_row(w, w.strips[0], visit, w.out);
   }
 
   void pack_keys(Workspace& w, const Item& item, const Tile& tile) const {
-    auto key = [&](int64_t j) { return strip_.key_row(a_.k, item, tile.j0 + j); };
-    pack_transposed<S, U, T>(key, tile.keys, tile.columns, a_.head_dim,
-                             w.k + tile.slot * kTile * strip_.k_units(), kTile, ahead(a_.k));
+    float* const to = w.k + tile.slot * kTile * strip_.k_units();
+    const auto pack = [&](auto key, int64_t fetched) {
+      pack_transposed<S, U, T>(key, tile.keys, tile.columns, a_.head_dim, to, kTile, fetched);
+    };
+    if constexpr (kCoded<C>) {
+      pack(decoded(w, a_.k, nullptr, item, tile, a_.head_dim), 0);  // scores get the scales
+    } else {
+      pack([&](int64_t j) { return strip_.key_row(a_.k, item, tile.j0 + j); }, ahead(a_.k));
+    }
   }
 
   void pack_values(Workspace& w, const Item& item, const Tile& tile) const {
-    auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };
-    pack_rows<S, U, T>(value, tile.keys, tile.columns, a_.value_dim, strip_.packed_values(w, tile),
-                       d_.v_columns, ahead(a_.v));
+    if constexpr (kCoded<C>) {
+      pack_value_rows<T>(w, tile, decoded(w, a_.v, &a_.quantised.v, item, tile, a_.value_dim), 0);
+    } else {
+      auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };
+      pack_value_rows<T>(w, tile, value, ahead(a_.v));
+    }
+  }
+
+  template <class E, class Row>
+  void pack_value_rows(Workspace& w, const Tile& tile, Row row, int64_t fetched) const {
+    pack_rows<S, U, E>(row, tile.keys, tile.columns, a_.value_dim, strip_.packed_values(w, tile),
+                       d_.v_columns, fetched);
+  }
+
+  // The codes of a tile as numbers, times their scales where there are some: where row j of them lies.
+  auto decoded(Workspace& w, const Array& x, const Scales* scales, const Item& item, const Tile& tile,
+               int64_t dim) const {
+    alignas(64) float own[kTile];
+    for (float& scale : own) scale = 1;
+    if (scales) spread_scales(a_, *scales, item, tile.j0, tile.j0 + tile.keys, own);
+    T* const rows = reinterpret_cast<T*>(w.decoded);
+    for (int j = 0; j < tile.keys; ++j)
+      decode_row<S>(strip_.key_row(x, item, tile.j0 + j), dim, own[j], rows + j * dim);
+    return [rows, dim](int64_t j) -> const T* { return rows + j * dim; };
   }
 
   int64_t ahead(const Array& x) const { return a_.pages.table ? 0 : 32 * x.row; }
@@ -206,8 +252,8 @@ class ForwardItem {
   const Arguments& a_;
   const Division& d_;
   const ScoreUnits<U> units_;
-  const ForwardStrip<S, U, T> strip_;
-  const FewRows<S, U, T> few_;
+  const ForwardStrip<S, U, C> strip_;
+  const FewRows<S, U, T, C> few_;
 };
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -3,11 +3,13 @@
 #pragma once
 
 #include "kernel/matmul.h"
+#include "kernel/quantised.h"
 #include "kernel/workspace.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-template <class S, class U, class T>
+// C: of keys and values as they are stored.
+template <class S, class U, class C>
 class ForwardStrip {
  public:
   ForwardStrip(const Arguments& a, const Division& d, const ScoreUnits<U>& units)
@@ -15,8 +17,8 @@ class ForwardStrip {
 
   int64_t k_units() const { return k_units_; }
 
-  const T* key_row(const Array& x, const Item& item, int64_t j) const {
-    const T* base = static_cast<const T*>(x.data) + item.kv_head * x.head;
+  const C* key_row(const Array& x, const Item& item, int64_t j) const {
+    const C* base = static_cast<const C*>(x.data) + item.kv_head * x.head;
     if (!a_.pages.table) return base + item.q.b * x.batch + (item.q.kv_base + j) * x.row;
     const int64_t page = a_.pages.table[item.q.b * a_.pages.row + j / a_.pages.page_size];
     return base + page * x.batch + j % a_.pages.page_size * x.row;
@@ -83,11 +85,15 @@ class ForwardStrip {
         multiply<S, U, Into::set>(&part, 1, strides, end - r, seen.high - seen.low,
                                   to + r * kScoreRow + seen.low);
       }
-    } else if (units_.kind == Scores::natural) {
+    } else if (kCoded<C> || units_.kind == Scores::natural) {
       multiply<S, U, Into::set>(&piece, 1, strides, s.count, tile.columns, to);
     } else {
       multiply<S, U, Into::set_max>(&piece, 1, strides, s.count, tile.columns, to, tops);
       return;
+    }
+    if constexpr (kCoded<C>) {
+      const float* scales = w.key_scales + tile.slot * kTile;
+      for (int r = 0; r < s.count; ++r) scale_columns<S>(to + r * kScoreRow, scales, tile.columns);
     }
     settle<S>(a_, item.q, s, tile, units_, visit.mixed[n] ? w.words + int64_t{n} * kRows : nullptr, to, tops);
   }

@@ -10,9 +10,9 @@ namespace polyattn::POLYATTN_NAMESPACE {
 // Keys of a chunk of items that walk together.
 constexpr int64_t kTogetherKeys = 2 * kTile;
 
-// How many rows before it is read a row is fetched.
-constexpr int64_t kAheadRows = 8;
-constexpr int64_t kLocatedRows = kChunkKeys + kAheadRows;
+// A row is fetched S::kAheadRows rows before it is read, of codes, which are small, so many.
+constexpr int64_t kAheadCodes = 64;
+constexpr int64_t kLocatedRows = kChunkKeys + kAheadCodes;
 
 // The rows of keys `begin` to `end` - 1 of the first head, no more than kLocatedRows; then repeats of the last.
 template <class T>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernel/backward.h"
-#include "kernel/forward.h"
+#include "kernel/forward_codes.h"
 #include "kernel/spin.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -11,6 +11,7 @@ namespace polyattn::POLYATTN_NAMESPACE {
 template <class S, class Half>
 bool forward(const Arguments& a) {
   if (a.batch == 0 || a.q_heads == 0 || a.q_len == 0) return true;
+  if (a.quantised.codes != Codes::none) return forward_codes<S, Half>(a);
   switch (a.dtype) {
     case DType::f32:
       return Forward<S, FloatUnit, float>::run(a);
@@ -40,6 +41,7 @@ template <class S, class Half>
 bool forward_or(const Arguments& a, const Kernels& other) {
   if (a.dtype != DType::bf16) return other.forward(a);
   if (a.batch == 0 || a.q_heads == 0 || a.q_len == 0) return true;
+  if (a.quantised.codes != Codes::none) return forward_codes<S, Half>(a);
   return Forward<S, Half, BF16>::run(a);
 }
 

@@ -13,6 +13,9 @@ struct Simd {
   using Vec = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kRowBlock = 6, kColumnBlock = 2;  // 12 sums, 2 operands, 1 broadcast
+  // How a few rows fetch keys ahead: so many rows before, into the first cache (3) or the second (2). Measured
+  // on a Zen 3.
+  static constexpr int kAheadRows = 8, kFetchHint = 3;
 
   static POLYATTN_INLINE Vec zero() { return _mm256_setzero_ps(); }
   static POLYATTN_INLINE Vec fill(float x) { return _mm256_set1_ps(x); }
@@ -43,6 +46,14 @@ struct Simd {
   }
   static POLYATTN_INLINE Vec load(const int16_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
+  // float8_e4m3fn as halves, whose exponents are 8 more
+  static POLYATTN_INLINE Vec load(const F8* p) {
+    const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), top = _mm_set1_epi16(0x3f80);
+    const __m128i bits = _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(int16_t(0xbf80)));
+    const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(bits, top), top);
+    const __m128i half = _mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256));
   }
   template <class T>
   static POLYATTN_INLINE Vec load_some(const T* p, int n) {

@@ -12,6 +12,9 @@ struct Simd {
   using Vec = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kRowBlock = 6, kColumnBlock = 4;  // 24 sums, 4 operands, 1 broadcast
+  // How a few rows fetch keys ahead: so many rows before, into the first cache (3) or the second (2). Measured
+  // on a Zen 4.
+  static constexpr int kAheadRows = 32, kFetchHint = 2;
 
   static POLYATTN_INLINE Vec zero() { return _mm512_setzero_ps(); }
   static POLYATTN_INLINE Vec fill(float x) { return _mm512_set1_ps(x); }
@@ -41,12 +44,19 @@ struct Simd {
   static POLYATTN_INLINE Vec load(const int16_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p)));
   }
+  static POLYATTN_INLINE Vec load(const F8* p) { return eighth(_mm_loadu_si128((const __m128i*)p)); }
   static POLYATTN_INLINE Vec load_some(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static POLYATTN_INLINE Vec load_some(const BF16* p, int n) {
     return widen(_mm256_maskz_loadu_epi16(first(n), p));
   }
   static POLYATTN_INLINE Vec load_some(const F16* p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static POLYATTN_INLINE Vec load_some(const int8_t* p, int n) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
+  }
+  static POLYATTN_INLINE Vec load_some(const F8* p, int n) {
+    return eighth(_mm_maskz_loadu_epi8(first(n), p));
   }
   static POLYATTN_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
   static POLYATTN_INLINE void store(BF16* p, Vec x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
@@ -189,6 +199,14 @@ struct Simd {
   static POLYATTN_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
   static POLYATTN_INLINE Vec widen(__m256i x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  // float8_e4m3fn as halves, whose exponents are 8 more
+  static POLYATTN_INLINE Vec eighth(__m128i codes) {
+    const __m256i x = _mm256_cvtepi8_epi16(codes), top = _mm256_set1_epi16(0x3f80);
+    const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(int16_t(0xbf80)));
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(bits, top), top);
+    const __m256i half = _mm256_mask_blend_epi16(nan, bits, _mm256_set1_epi16(0x7e00));
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256));
   }
   static POLYATTN_INLINE __m256i half(Vec x) {
     return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

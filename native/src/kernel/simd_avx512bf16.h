@@ -1,4 +1,4 @@
-// AVX-512 with the dot products of bfloat16 pairs.
+// AVX-512 with the dot products of bfloat16 pairs and of bytes (every processor with the first has the second).
 #pragma once
 
 #include "kernel/simd_avx512.h"
@@ -6,6 +6,53 @@
 namespace polyattn::POLYATTN_NAMESPACE {
 
 struct PairSimd : Simd {
+  // Sixteen sums of four products of bytes.
+  using Ints = __m512i;
+  static POLYATTN_INLINE Ints ints(int32_t x) { return _mm512_set1_epi32(x); }
+  static POLYATTN_INLINE Vec floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+  static POLYATTN_INLINE int32_t sum_ints(Ints x) { return _mm512_reduce_add_epi32(x); }
+  // Adds the products of unsigned bytes and the four signed ones at `four`.
+  static POLYATTN_INLINE Ints dot_bytes(Ints sum, Vec bytes, const void* four) {
+    int32_t lane;
+    std::memcpy(&lane, four, 4);
+    return _mm512_dpbusd_epi32(sum, _mm512_castps_si512(bytes), _mm512_set1_epi32(lane));
+  }
+  // 64 codes + 128; those from `n` on are 0 + 128.
+  static POLYATTN_INLINE Vec unsigned_bytes(const int8_t* p, int n) {
+    const __m512i x = n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p);
+    return _mm512_castsi512_ps(_mm512_xor_si512(x, _mm512_set1_epi8(int8_t(0x80))));
+  }
+  // Numbers as 256 * high + low, both signed bytes; adds them up.
+  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low, Ints& sum_high, Ints& sum_low) {
+    const __m512i whole = _mm512_cvtps_epi32(x);
+    const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+    const __m512i l = _mm512_sub_epi32(whole, _mm512_slli_epi32(h, 8));
+    _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(h));
+    _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(l));
+    sum_high = _mm512_add_epi32(sum_high, h);
+    sum_low = _mm512_add_epi32(sum_low, l);
+  }
+  // Four rows of up to 64 codes + 128 as lanes of one column: of each 16 columns the first or the second 8.
+  static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int half, Vec& a,
+                                               Vec& b) {
+    __m512i x[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) x[i] = _mm512_castps_si512(unsigned_bytes(rows[i], n));
+    const __m512i first = half ? _mm512_unpackhi_epi8(x[0], x[1]) : _mm512_unpacklo_epi8(x[0], x[1]);
+    const __m512i second = half ? _mm512_unpackhi_epi8(x[2], x[3]) : _mm512_unpacklo_epi8(x[2], x[3]);
+    a = _mm512_castsi512_ps(_mm512_unpacklo_epi16(first, second));
+    b = _mm512_castsi512_ps(_mm512_unpackhi_epi16(first, second));
+  }
+  // Sums of 64 columns from the order of interleave_bytes to their own.
+  static POLYATTN_INLINE void in_order(Vec (&x)[4]) {
+    const Vec a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
+    const Vec c = _mm512_shuffle_f32x4(x[0], x[1], 0xee), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+    x[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+    x[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+    x[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+    x[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+  }
+
   static POLYATTN_INLINE Vec dot_pairs(Vec sum, Vec a, Vec b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
   }

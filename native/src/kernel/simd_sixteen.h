@@ -10,6 +10,7 @@ namespace polyattn::POLYATTN_NAMESPACE {
 struct Simd {
   static constexpr int kLanes = 16;
   static constexpr int kRowBlock = 4, kColumnBlock = 2;
+  static constexpr int kAheadRows = 8, kFetchHint = 3;  // see simd_avx2.h
   struct Vec {
     float x[kLanes];
   };
@@ -133,6 +134,76 @@ struct Simd {
   }
   static POLYATTN_INLINE Vec lane_maxima(Vec (&x)[kLanes]) {
     return across_lanes<Simd>(x, [](Vec a, Vec b) { return max(a, b); });
+  }
+
+  // Sums of four products of bytes; see simd_avx512bf16.h.
+  struct Ints {
+    uint32_t x[kLanes];
+  };
+  static POLYATTN_INLINE Ints ints(int32_t x) {
+    Ints y;
+    for (uint32_t& lane : y.x) lane = uint32_t(x);
+    return y;
+  }
+  static POLYATTN_INLINE Vec floats(Ints x) {
+    return each([&](int i) { return float(int32_t(x.x[i])); });
+  }
+  static POLYATTN_INLINE int32_t sum_ints(Ints x) {
+    uint32_t sum = 0;
+    for (const uint32_t lane : x.x) sum += lane;
+    return int32_t(sum);
+  }
+  static POLYATTN_INLINE Ints dot_bytes(Ints sum, Vec bytes, const void* four) {
+    int8_t other[4];
+    std::memcpy(other, four, 4);
+    for (int i = 0; i < kLanes; ++i) {
+      const uint32_t lane = bits_of(bytes.x[i]);
+      for (int n = 0; n < 4; ++n) sum.x[i] += uint32_t(int32_t(lane >> 8 * n & 0xff) * other[n]);
+    }
+    return sum;
+  }
+  static POLYATTN_INLINE Vec unsigned_bytes(const int8_t* p, int n) {
+    uint8_t bytes[64];
+    for (int i = 0; i < 64; ++i) bytes[i] = uint8_t((i < n ? uint8_t(p[i]) : 0) ^ 0x80);
+    Vec x;
+    std::memcpy(x.x, bytes, sizeof bytes);
+    return x;
+  }
+  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low, Ints& sum_high, Ints& sum_low) {
+    for (int i = 0; i < kLanes; ++i) {
+      const float size = float_of(bits_of(x.x[i]) & 0x7fffffffu);
+      const int whole = size <= 32767.0f ? int(__builtin_rintf(x.x[i])) : 0;  // what is NaN means nothing
+      const int h = (whole + 128) >> 8, l = whole - h * 256;
+      high[i] = int8_t(h);
+      low[i] = int8_t(l);
+      sum_high.x[i] += uint32_t(h);
+      sum_low.x[i] += uint32_t(l);
+    }
+  }
+  static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int half, Vec& a,
+                                               Vec& b) {
+    Vec* const to[] = {&a, &b};
+    for (int v = 0; v < 2; ++v) {
+      *to[v] = each([&](int i) {
+        const int column = i / 4 * 16 + 8 * half + 4 * v + i % 4;
+        uint32_t lane = 0;
+        for (int r = 0; r < 4; ++r) {
+          const uint32_t code = column < n ? uint8_t(rows[r][column]) : 0;
+          lane |= (code ^ 0x80u) << 8 * r;
+        }
+        return float_of(lane);
+      });
+    }
+  }
+  static POLYATTN_INLINE void in_order(Vec (&x)[4]) {
+    Vec y[4];
+    for (int c = 0; c < 64; ++c) y[c / 16].x[c % 16] = x[c % 16 / 4].x[c / 16 * 4 + c % 4];
+    for (int i = 0; i < 4; ++i) x[i] = y[i];
+  }
+  static POLYATTN_INLINE float largest(Vec a) {
+    float most = a.x[0];
+    for (const float x : a.x) most = x > most ? x : most;
+    return most;
   }
 
   // Units of two bfloat16; see simd_avx512bf16.h.
