@@ -93,9 +93,7 @@ def test_masks(name: str, kind: str, dtype: str, layout: str) -> None:
     q = normal(B, 20, N, H)
     q = q.transpose(1, 2).contiguous() if layout == "BNTH" else q
     given, options = codes(dtype, layout=layout), {"mask": MASKS[kind], "layout": layout}
-    got = quantized_attention(
-        q, *given, block_size=16, return_lse=True, backend=name, **options
-    )
+    got = quantized_attention(q, *given, block_size=16, return_lse=True, backend=name, **options)
     check(got, by_hand(q, *given, 16, **options))
 
 

@@ -68,7 +68,7 @@ class Inputs:
         changed: dict[str, Any] = {}
         if self.quantised is not None:
             keys, values, block_size = self.quantised
-            _, of_k, of_v = self.case.strides
+            of_k, of_v = self.case.strides[1], self.case.strides[2]
             changed["quantised"] = (
                 keys if of_k == "e" else _struck_blocks(self, keys, k_bad, poison),
                 values if of_v == "e" else _struck_blocks(self, values, v_bad, poison),
@@ -87,7 +87,8 @@ class Inputs:
 def _struck_blocks(inputs: Inputs, scales: Tensor, bad: Tensor, poison: float) -> Tensor:
     """Return scales with `poison` for the blocks of which all rows are bad."""
     rows = bad[..., 0] if inputs.case.layout == "BNTH" else bad[..., 0].transpose(1, 2)
-    _, block_size = inputs.case.quantized or ("", 1)
+    assert inputs.case.quantized is not None
+    _, block_size = inputs.case.quantized
     blocks = [part.all(-1) for part in rows.split(block_size, -1)] if rows.shape[-1] else []
     whole = torch.stack(blocks, -1) if blocks else scales.new_zeros(scales.shape, dtype=torch.bool)
     return torch.where(whole.to(scales.device), poison, scales)

@@ -43,9 +43,9 @@ def quantize_kv(
     Raises :class:`~polyattn.errors.InvalidProblem` for NaN and infinity, and for a wrong call.
 
     >>> import torch
-    >>> codes, scales = quantize_kv(torch.tensor([1.0, -0.5, 0.0]).view(1, 3, 1, 1), block_size=2)
-    >>> codes.flatten().tolist(), (codes[0, :2, 0] * scales[0]).flatten().tolist()
-    ([127, -64, 0], [1.0, -0.5039370059967041])
+    >>> codes, scales = quantize_kv(torch.tensor([1.27, -0.5, 9.0]).view(1, 3, 1, 1), block_size=2)
+    >>> codes.flatten().tolist(), scales
+    ([127, -50, 127], tensor([[[0.0100, 0.0709]]]))
     """
     check_form(dtype, block_size, layout)
     if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 4:
@@ -66,9 +66,7 @@ def quantize_kv(
 def check_form(dtype: Any, block_size: Any, layout: Any) -> None:
     """Check what codes are to be like."""
     if dtype not in CODES:
-        raise InvalidProblem(
-            f"got dtype={dtype!r}, expected one of {', '.join(map(repr, CODES))}."
-        )
+        raise InvalidProblem(f"got dtype={dtype!r}, expected one of {', '.join(map(repr, CODES))}.")
     if type(block_size) is not int or block_size < 1:
         raise InvalidProblem(
             f"got block_size={block_size!r}, expected how many keys share a scale, an int >= 1."

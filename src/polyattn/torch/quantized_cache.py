@@ -20,8 +20,8 @@ class QuantizedCache:
     """A growing cache of int8 or float8_e4m3fn keys and values, with a scale for each block.
 
     Codes and scales are those that :func:`polyattn.torch.quantize_kv` makes of all keys at once,
-    bit for bit, however these were divided between appends; its error is stated there. The rows of
-    the last one or two blocks are kept in float32 for that, beside `block_size` keys for each scale.
+    bit for bit, however these were divided between appends; its error is stated there. For that the
+    rows of the last one or two blocks are kept in float32. `block_size` keys share a scale.
 
     `capacity`: for how many keys memory is taken at first; it doubles when it is used up. `dtype`:
     of the codes. `value_dim`: `head_dim` unless given.
@@ -62,12 +62,13 @@ class QuantizedCache:
         self._batch, self._heads, self._dims = batch, kv_heads, (head_dim, value_dim)
         if value_dim == head_dim:  # keys and values in the same few operations
             rows = 2 * batch, capacity, kv_heads, head_dim
-            self._parts = (QuantizedRows(("key", "value"), rows, *form),)
+            parts = [QuantizedRows(("key", "value"), rows, *form)]
         else:
-            self._parts = tuple(
+            parts = [
                 QuantizedRows((name,), (batch, capacity, kv_heads, dim), *form)
                 for name, dim in zip(("key", "value"), self._dims, strict=True)
-            )
+            ]
+        self._parts = tuple(parts)
         self.device = self._parts[0].codes.device  # with its index
 
     @property
@@ -140,10 +141,7 @@ class QuantizedCache:
         wide = torch.promote_types(dtype, torch.float32)
         keys, values = (
             dequantised(codes, scales, self.block_size, self.layout, wide).to(dtype)
-            for codes, scales in (
-                (self.keys, self.key_scales),
-                (self.values, self.value_scales),
-            )
+            for codes, scales in ((self.keys, self.key_scales), (self.values, self.value_scales))
         )
         return keys, values
 
