@@ -43,7 +43,7 @@ def main() -> int:
         begin = time.perf_counter()
         native.forward(
             index, 2, 0, (B, N, K, T, T, H, HV), H**-0.5, 0.0,
-            *map(described, (q, k, v, out)), None, CAUSAL, None, None, None, None, None,
+            *map(described, (q, k, v, out)), None, CAUSAL, None, None, None, None, None, None,
         )  # fmt: skip
         took = (time.perf_counter() - begin) * 1e3
         error = float(np.abs(out - want).max())

@@ -102,9 +102,27 @@ def test_a_gradient_that_is_lost_is_caught(plant: Plant) -> None:
     assert all("b" in Case.from_spec(failure.spec).grad for failure in report.failures)
 
 
+def test_calls_on_codes_are_drawn_and_lies_about_them_are_caught(plant: Plant) -> None:
+    rng = Random(3)
+    drawn = [case for case in (random_case(rng) for _ in range(3000)) if case.quantized]
+    assert 60 < len(drawn) < 150
+    assert {case.quantized[0] for case in drawn if case.quantized} == {"int8", "float8_e4m3fn"}
+    assert all(Case.from_spec(case.spec) == case for case in drawn)
+
+    def spoil(problem: Problem, result: Any, args: Any) -> Any:
+        return _spoil_out(result, lambda out: out * 1.001) if problem.quantized else result
+
+    report = run(400, seed=3, backend=(name := plant(spoil)))
+    assert _kinds(report, name) == {"wrong"}
+    assert all(Case.from_spec(failure.spec).quantized for failure in report.failures)
+    report = run(400, seed=3, backend=(name := plant(quantized=False)))
+    assert _kinds(report, name) == {"false_refusal"}
+    assert all("its quantized keys alone" in failure.detail for failure in report.failures)
+
+
 def test_a_backend_that_leaks_masked_values_is_caught(plant: Plant) -> None:
     def spoil(problem: Problem, result: Any, args: Any) -> Any:
-        return _spoil_out(result, lambda out: out + 0 * args[2].sum())
+        return _spoil_out(result, lambda out: out + 0 * args[2].float().sum())
 
     report = run(60, seed=4, backend=(name := plant(spoil)))
     assert _kinds(report, name) == {"wrong"}
@@ -237,7 +255,7 @@ class TestCompiled:
         self, plant: Plant, promised: bool
     ) -> None:
         def spoil(problem: Problem, result: Any, args: Any) -> Any:
-            return _spoil_out(result, lambda out: out + 0 * args[2].sum())
+            return _spoil_out(result, lambda out: out + 0 * args[2].float().sum())
 
         name = plant(spoil, isolates_compiled=promised)
         case = Case(t=4, s=4, mask=("Causal", "top_left"), poison=True)

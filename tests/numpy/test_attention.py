@@ -246,7 +246,7 @@ def test_both_fronts_give_the_same_bits() -> None:
 
     rng, compared = Random(3), 0
     while compared < 250:
-        inputs = build(random_case(rng).with_(grad="", deterministic=False))
+        inputs = build(random_case(rng).with_(grad="", deterministic=False, quantized=None))
         if inputs.case.dtype == "float64" or inputs.case.s == 0:  # torch's front answers the empty
             continue
         options = dict(inputs.options, return_lse=True)

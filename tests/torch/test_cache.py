@@ -10,7 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyattn import Causal, DenseBias, record_selections, use_backend
 from polyattn.selection import scopes
-from polyattn.torch import attention, cache, paged_attention, traced
+from polyattn.torch import (
+    attention,
+    cache,
+    paged_attention,
+    quantize_kv,
+    quantized_attention,
+    traced,
+)
 from polyattn.torch import scaled_dot_product_attention as sdpa
 from polyattn.torch.cache import Key, table
 
@@ -27,7 +34,9 @@ def test_every_way_in_looks_in_the_one_table() -> None:
         attention(Q, Q, Q)
         sdpa(Q, Q, Q)
         paged_attention(Q, Q, Q, torch.zeros(1, 1).int(), torch.tensor([8]))
-    assert {key.door for key in table.rows} == {"attention", "sdpa", "paged"}
+        codes, scales = quantize_kv(Q)
+        quantized_attention(Q, codes, codes, scales, scales, block_size=64)
+    assert {key.door for key in table.rows} == {"attention", "sdpa", "paged", "quantized"}
     assert all(type(key) is Key for key in table.rows)
 
 

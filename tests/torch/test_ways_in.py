@@ -1,7 +1,7 @@
 """One door: whichever way a call comes in, it is accepted with the same result, or refused alike.
 
 Thousands of random calls, right and wrong, through eager, planned, compiled, NumPy, paged and
-torch's own signature.
+quantised calls and torch's own signature.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from polyattn import (
 )
 from polyattn.native import module
 from polyattn.selection.registry import Available
-from polyattn.torch import attention, explain, paged_attention, plan
+from polyattn.torch import (
+    attention,
+    explain,
+    paged_attention,
+    plan,
+    quantize_kv,
+    quantized_attention,
+)
 from polyattn.torch import scaled_dot_product_attention as sdpa
 from tests.torch.random_calls import Call, draw
 
@@ -185,6 +192,35 @@ def test_paged_calls(seed: int) -> None:
         options = {"mask": None} | call.options
         got = outcome(paged_attention, call.q, call.k, call.v, table, lengths, **options)
         assert_alike("paged", got, eager, call, bound_of(call))
+
+
+@pytest.mark.parametrize("seed", range(90, 100))
+def test_calls_on_codes(seed: int) -> None:
+    """Codes are another way to hold keys: the call is that on what they stand for."""
+    taken = 0
+    for call in calls(seed, 100):
+        layout, given = call.options.get("layout", "BTNH"), (call.q, call.k, call.v)
+        if layout not in ("BTNH", "BNTH") or not all(
+            isinstance(x, Tensor) and x.dim() == 4 and x.layout == torch.strided and not x.is_meta
+            for x in given
+        ):
+            continue
+        if len({x.dtype for x in given}) > 1 or any(x.isnan().any() for x in given[1:]):
+            continue
+        taken += 1
+        codes, wide = [], torch.promote_types(call.q.dtype, torch.float32)
+        for x in given[1:]:
+            codes.append(quantize_kv(x, block_size=1, layout=layout))
+        shown = [
+            (x.to(wide) * (s.transpose(1, 2) if layout == "BTNH" else s)[..., None]).to(x_as.dtype)
+            for (x, s), x_as in zip(codes, given[1:], strict=True)
+        ]
+        eager = outcome(attention, call.q, *shown, **call.options)
+        (k, ks), (v, vs) = codes
+        options = {"mask": None} | call.options
+        got = outcome(quantized_attention, call.q, k, v, ks, vs, block_size=1, **options)
+        assert_alike("codes", got, eager, call, bound_of(call))
+    assert taken > 20
 
 
 @pytest.mark.parametrize("seed", range(80, 90))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.problem import DTYPES, LAYOUTS
+from polyattn.problem import CODES, DTYPES, LAYOUTS
 
 __all__ = ["Case", "Tree"]
 
@@ -34,7 +34,8 @@ class Case:
     none, 1 (N,), M (N, M). `strides`: a letter each for q, k, v: c contiguous, t transposed
     storage, e expanded (stride 0), s strided last dim, o cut out of a larger storage.
     `grad`: which of ``qkv`` plus ``b`` (bias) and ``s`` (sinks) want gradients. `poison`: also
-    run with NaN, and with huge numbers, in what is masked.
+    run with NaN, and with huge numbers, in what is masked. `quantized`: keys and values are
+    codes, ``(dtype, block size)``.
     """
 
     seed: int = 0
@@ -57,6 +58,7 @@ class Case:
     lse: bool = False
     deterministic: bool = False
     poison: bool = False
+    quantized: Tree | None = None
 
     @property
     def spec(self) -> str:
@@ -85,10 +87,17 @@ class Case:
         known = self.dtype in DTYPES and self.layout in LAYOUTS
         ints = all(type(size) is int and size >= 0 for size in (*sizes, self.sinks, self.seed))
         letters = len(self.strides) == 3 and set(self.strides) <= set("cteso")
-        if not (known and ints and letters and set(self.grad) <= set("qkvbs")):
+        codes = self.quantized is None or (
+            not self.packed
+            and len(self.quantized) == 2
+            and self.quantized[0] in CODES
+            and type(self.quantized[1]) is int
+            and self.quantized[1] > 0
+        )
+        if not (known and ints and letters and codes and set(self.grad) <= set("qkvbs")):
             raise InvalidProblem(
-                f"got the case {text[:200]!r} with a dtype, layout, size, strides or grad that "
-                "means nothing, expected a line that polyattn fuzz printed."
+                f"got the case {text[:200]!r} with a dtype, layout, size, strides, grad or "
+                "codes that mean nothing, expected a line that polyattn fuzz printed."
             )
 
     def with_(self, **changes: Any) -> Case:

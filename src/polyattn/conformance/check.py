@@ -16,8 +16,9 @@ from polyattn.conformance.poison import Flags, hidden, spread
 from polyattn.conformance.tolerance import Yardstick, measure
 from polyattn.selection.capabilities import Reason
 from polyattn.selection.registry import Backend
-from polyattn.torch import attention
+from polyattn.torch import attention, quantized_attention
 from polyattn.torch.admission import Call, admit
+from polyattn.torch.quantized import QuantizedWay
 
 __all__ = ["Outcome", "Subject", "Verdict", "examine", "subject"]
 
@@ -73,7 +74,7 @@ class _Wrong(Exception):
 def subject(case: Case, device: str = "cpu") -> Subject:
     """Build a case and the truth about it."""
     inputs = build(case, device)
-    call = admit(inputs.q, inputs.k, inputs.v, **inputs.options)
+    call = _admitted(inputs)
     seen = allowed(case, inputs.mask)
     kept: list[Answer] = []
 
@@ -84,6 +85,12 @@ def subject(case: Case, device: str = "cpu") -> Subject:
         return kept[0]
 
     return Subject(case, inputs, call, seen, naive(inputs, seen), ~seen.any(-1), baseline)
+
+
+def _admitted(inputs: Inputs) -> Call:
+    if inputs.quantised is None:
+        return admit(inputs.q, inputs.k, inputs.v, **inputs.options)
+    return QuantizedWay(*inputs.quantised, inputs.options).admit(inputs.q, inputs.k, inputs.v)
 
 
 def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdict:
@@ -97,6 +104,8 @@ def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdi
     reasons = backend.check(problem)
     if reasons and compiled:
         return Verdict("refused", "; ".join(map(str, reasons)))
+    if compiled and problem.quantized is not None:
+        return Verdict("refused", "calls on quantised keys are eager")
     if reasons:
         return _refusal(subject, backend, reasons)
 
@@ -108,6 +117,8 @@ def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdi
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
 
     def run(inputs: Inputs) -> Any:
+        if inputs.quantised is not None:
+            return _on_codes(inputs, backend.name)
         return call(inputs.q, inputs.k, inputs.v, inputs.options)
 
     promised = backend.capabilities_for(problem.device)
@@ -121,6 +132,15 @@ def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdi
     return Verdict("right")
 
 
+def _on_codes(inputs: Inputs, backend: str) -> Any:
+    assert inputs.quantised is not None
+    key_scales, value_scales, block_size = inputs.quantised
+    return quantized_attention(
+        inputs.q, inputs.k, inputs.v, key_scales, value_scales, block_size=block_size,
+        **inputs.options, backend=backend,
+    )  # fmt: skip
+
+
 def _refusal(subject: Subject, backend: Backend, reasons: tuple[Reason, ...]) -> Verdict:
     """Run a kernel on what it refuses for a single reason, to see whether it really cannot."""
     problem, call = subject.call.problem, subject.call
@@ -131,7 +151,8 @@ def _refusal(subject: Subject, backend: Backend, reasons: tuple[Reason, ...]) ->
 
     def run(inputs: Inputs) -> Any:
         kernel = backend.load()(problem, {})
-        return kernel(inputs.q, inputs.k, inputs.v, call.mask, inputs.bias, inputs.sinks)
+        extra = () if inputs.quantised is None else (inputs.quantised,)
+        return kernel(inputs.q, inputs.k, inputs.v, call.mask, inputs.bias, inputs.sinks, *extra)
 
     try:
         _judge(subject, run, (True, True))
@@ -157,7 +178,7 @@ def _judge(
     before = {name: x.detach().clone() for name, x in _arrays(inputs).items()}
     first = outcome(inputs, run)
     for name, x in _arrays(inputs).items():
-        if not torch.equal(x.detach(), before[name]):
+        if not torch.equal(_bits(x), _bits(before[name])):
             raise _Wrong(f"the {name} that was handed in was modified")
     _compare(subject, first)
     forward, backward = repeats
@@ -177,7 +198,14 @@ def _judge(
 def _arrays(inputs: Inputs) -> dict[str, Tensor]:
     every = {"query": inputs.q, "key": inputs.k, "value": inputs.v, "sinks": inputs.sinks}
     every["bias"] = None if inputs.bias is None else inputs.bias.payload
+    if inputs.quantised is not None:
+        every["key_scales"], every["value_scales"], _ = inputs.quantised
     return {name: x for name, x in every.items() if x is not None}
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return what torch.equal compares: it knows no floats of 8 bits."""
+    return x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach()
 
 
 def outcome(inputs: Inputs, run: Run, backward: bool = True) -> Outcome:

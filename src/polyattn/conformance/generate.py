@@ -7,6 +7,7 @@ from random import Random
 from polyattn.conformance.cases import Case, Tree
 from polyattn.masks import LEAVES, Causal
 from polyattn.masks.base import Align
+from polyattn.problem import CODES
 
 __all__ = ["random_case"]
 
@@ -24,7 +25,7 @@ def random_case(rng: Random) -> Case:
     bias, sinks = None if layout == "packed" else _bias(rng), 0
     if rng.random() < 0.15:
         sinks = rng.choice((1, 1, 2, 3))
-    return Case(
+    case = Case(
         seed=rng.randrange(1 << 31), b=b, t=t, s=s, n=n, k=k, h=h, v=v,
         dtype=_weighted(rng, (("float32", 9), ("bfloat16", 4), ("float16", 4), ("float64", 3))),
         layout=layout, mask=_packed_mask(rng) if layout == "packed" else _mask(rng),
@@ -35,6 +36,15 @@ def random_case(rng: Random) -> Case:
         grad=_grad(rng, bias is not None, sinks > 0),
         lse=rng.random() < 0.35, deterministic=rng.random() < 0.15, poison=rng.random() < 0.5,
     )  # fmt: skip
+    return case if case.packed or case.seed % 25 else _quantized(case)
+
+
+def _quantized(case: Case) -> Case:
+    """Return the case on codes, which are constants; drawn of its seed: others stay as they are."""
+    rng = Random(case.seed)
+    codes = rng.choice(CODES), rng.choice((1, 2, 3, 7, 16, 32, 64, 100))
+    constant = case.grad.replace("k", "").replace("v", "") if rng.random() < 0.2 else ""
+    return case.with_(quantized=codes, grad=constant, deterministic=False)
 
 
 def _weighted(rng: Random, choices: tuple[tuple[str, int], ...]) -> str:

@@ -15,6 +15,7 @@ from polyattn.errors import InvalidProblem, near_matches
 from polyattn.masks import LEAVES, Mask, Packed
 from polyattn.masks.biases import Alibi, Bias, DenseBias
 from polyattn.masks.needs import Shape, Sizes, dims_of
+from polyattn.torch import quantize_kv
 
 __all__ = ["Inputs", "build", "place"]
 
@@ -34,16 +35,22 @@ class Inputs:
     sinks: Tensor | None
     grad_out: Tensor
     grad_lse: Tensor
+    quantised: tuple[Tensor, Tensor, int] | None = None  # scales of keys, of values, block size
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of :func:`polyattn.torch.attention`."""
+        """The keyword arguments of :func:`polyattn.torch.attention`.
+
+        Or of :func:`polyattn.torch.quantized_attention`, where k and v are codes.
+        """
         case = self.case
-        return {
+        options = {
             "mask": self.mask, "bias": self.bias, "sinks": self.sinks, "scale": case.scale,
             "softcap": case.softcap, "layout": case.layout, "return_lse": case.lse,
-            "deterministic": True if case.deterministic else None,
         }  # fmt: skip
+        if self.quantised is not None:
+            return options
+        return options | {"deterministic": True if case.deterministic else None}
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -56,32 +63,65 @@ class Inputs:
         """Return the same call with `poison` where the bools are True; stride-0 tensors are kept.
 
         An infinite poison stands for the largest number of the dtype, which scores overflow with.
+        The scale of a block of codes is poisoned where all of its keys are.
         """
+        changed: dict[str, Any] = {}
+        if self.quantised is not None:
+            keys, values, block_size = self.quantised
+            of_k, of_v = self.case.strides[1], self.case.strides[2]
+            changed["quantised"] = (
+                keys if of_k == "e" else _struck_blocks(self, keys, k_bad, poison),
+                values if of_v == "e" else _struck_blocks(self, values, v_bad, poison),
+                block_size,
+            )
         largest = torch.finfo(self.q.dtype).max
         poison = max(-largest, min(largest, poison)) if poison == poison else poison
-        changed: dict[str, Any] = {}
         for name, bad, letter in zip("qkv", (q_bad, k_bad, v_bad), self.case.strides, strict=True):
             x = getattr(self, name)
             if letter != "e":
-                values = torch.where(bad.to(x.device), poison, x.detach())
+                values = _struck(x.detach(), bad.to(x.device), poison)
                 changed[name] = place(values, letter).requires_grad_(x.requires_grad)
         return replace(self, **changed)
 
 
+def _struck_blocks(inputs: Inputs, scales: Tensor, bad: Tensor, poison: float) -> Tensor:
+    """Return scales with `poison` for the blocks of which all rows are bad."""
+    rows = bad[..., 0] if inputs.case.layout == "BNTH" else bad[..., 0].transpose(1, 2)
+    assert inputs.case.quantized is not None
+    _, block_size = inputs.case.quantized
+    blocks = [part.all(-1) for part in rows.split(block_size, -1)] if rows.shape[-1] else []
+    whole = torch.stack(blocks, -1) if blocks else scales.new_zeros(scales.shape, dtype=torch.bool)
+    return torch.where(whole.to(scales.device), poison, scales)
+
+
+def _struck(x: Tensor, bad: Tensor, poison: float) -> Tensor:
+    """Return `x` with `poison` where `bad` is True; of codes, the worst that there is of it."""
+    if x.dtype == torch.int8:
+        return torch.where(bad, -128, x)
+    if x.dtype == torch.float8_e4m3fn:
+        worst = poison if poison != poison else torch.finfo(x.dtype).max
+        return torch.where(bad, worst, x.float()).to(x.dtype)
+    return torch.where(bad, poison, x)
+
+
 def place(values: Tensor, letter: str) -> Tensor:
-    """Return `values` with the strides that the letter of :class:`Case` names; NaN in the gaps."""
+    """Return `values` with the strides that the letter of :class:`Case` names; NaN in the gaps.
+
+    Of int8 that is the code that no rounding gives.
+    """
     shape = values.shape
+    gap = NAN if values.is_floating_point() else -128
     if letter == "t":
         return values.transpose(-2, -3).contiguous().transpose(-2, -3)
     if letter == "e":
         dim = 0 if len(shape) == 4 and shape[0] > 1 else len(shape) - 2
         return values.narrow(dim, 0, min(1, shape[dim])).expand(shape)
     if letter == "s":
-        base = values.new_full((*shape[:-1], 2 * shape[-1]), NAN)
+        base = values.new_full((*shape[:-1], 2 * shape[-1]), gap)
         base[..., ::2] = values
         return base[..., ::2]
     if letter == "o":
-        base = values.new_full((*(size + 2 for size in shape[:-1]), shape[-1] + 3), NAN)
+        base = values.new_full((*(size + 2 for size in shape[:-1]), shape[-1] + 3), gap)
         cut = base[(*(slice(1, size + 1) for size in shape[:-1]), slice(1, shape[-1] + 1))]
         cut.copy_(values)
         return cut
@@ -107,9 +147,11 @@ def build(case: Case, device: str = "cpu") -> Inputs:
         "k": arranged(case.k, case.s, case.h),
         "v": arranged(case.k, case.s, case.v),
     }
+    drawn = {name: normal(*shape) for name, shape in shapes.items()}
+    quantised = _quantise(case, drawn)
     tensors = {
-        name: place(normal(*shape), letter).requires_grad_(name in case.grad)
-        for (name, shape), letter in zip(shapes.items(), case.strides, strict=True)
+        name: place(drawn[name], letter).requires_grad_(name in case.grad)
+        for name, letter in zip("qkv", case.strides, strict=True)
     }
     sinks = None
     if case.sinks:
@@ -126,7 +168,22 @@ def build(case: Case, device: str = "cpu") -> Inputs:
         sinks=sinks,
         grad_out=normal(*arranged(case.n, case.t, case.v)),
         grad_lse=normal(*lse_shape, as_dtype=wide),
+        quantised=quantised,
     )
+
+
+def _quantise(case: Case, drawn: dict[str, Tensor]) -> tuple[Tensor, Tensor, int] | None:
+    """Replace keys and values by their codes; return scales and block size."""
+    if case.quantized is None:
+        return None
+    dtype, block_size = case.quantized
+    scales = []
+    for name in "kv":
+        drawn[name], found = quantize_kv(
+            drawn[name], dtype=dtype, block_size=block_size, layout=case.layout
+        )
+        scales.append(found)
+    return scales[0], scales[1], block_size
 
 
 def _bias(case: Case, normal: Any, generator: torch.Generator) -> Bias | None:

@@ -203,7 +203,21 @@ def _gradients(
 def _tensors(inputs: Inputs) -> dict[str, Tensor]:
     every = {"query": inputs.q, "key": inputs.k, "value": inputs.v, "sinks": inputs.sinks}
     every["bias"] = None if inputs.bias is None else inputs.bias.payload
+    if inputs.quantised is not None:
+        keys, values, block_size = inputs.quantised
+        every["key"] = _decoded(inputs.k, keys, block_size, inputs.case)
+        every["value"] = _decoded(inputs.v, values, block_size, inputs.case)
     return {name: x for name, x in every.items() if x is not None}
+
+
+def _decoded(codes: Tensor, scales: Tensor, block_size: int, case: Case) -> Tensor:
+    """Return what codes stand for, block by block, in float64."""
+    found = codes.double()
+    rows = found if case.layout == "BNTH" else found.transpose(1, 2)
+    for block in range(scales.shape[2]):
+        part = slice(block * block_size, (block + 1) * block_size)
+        rows[:, :, part] *= scales[:, :, block, None, None].double()
+    return found
 
 
 def _heads_second(x: Tensor, case: Case) -> Tensor:

@@ -12,6 +12,7 @@ __all__ = ["shrink"]
 
 _PLAIN = Case()
 _DROPPED = (
+    "quantized",
     "mask",
     "bias",
     "sinks",

@@ -56,6 +56,8 @@ def build(case: Case, seed: int = 0) -> Inputs:
         raise TuningError("got sinks that need a gradient, which tuning does not rebuild.")
     if problem.paged is not None:
         raise TuningError("got keys in pages, which tuning does not rebuild.")
+    if problem.quantized is not None:
+        raise TuningError("got quantised keys, which tuning does not rebuild.")
     generator = torch.Generator().manual_seed(seed)
     device = torch.device(problem.device)
     dtype = getattr(torch, problem.dtype)

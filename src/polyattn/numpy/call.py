@@ -108,7 +108,7 @@ def _run(call: _Call, wants_lse: bool) -> tuple[Array, Array | None]:
             None if lse is None else rows(lse), found, packed,
             None if call.bias is None else bias_argument(call.bias),
             None if call.slopes is None else slopes_argument(call.slopes),
-            None if sinks is None else (*memory(sinks), math.prod(sinks.shape[1:])), None,
+            None if sinks is None else (*memory(sinks), math.prod(sinks.shape[1:])), None, None,
         )  # fmt: skip
     except ValueError as error:
         raise InvalidProblem(f"got {p}, which the kernels refuse: {error}.") from error

@@ -4,6 +4,7 @@
 `processor`: what is known of the device, its instruction sets and its packages.
 """
 
+from polyattn.problem.problem import CODES as CODES
 from polyattn.problem.problem import DEMANDS as DEMANDS
 from polyattn.problem.problem import DTYPES as DTYPES
 from polyattn.problem.problem import LAYOUTS as LAYOUTS

@@ -12,11 +12,13 @@ from typing import Any, Literal
 from polyattn.errors import InvalidProblem
 from polyattn.masks.structure import Structure, structure_of
 
-__all__ = ["DTYPES", "LAYOUTS", "MaskFacts", "Problem", "rounded_up"]
+__all__ = ["CODES", "DTYPES", "LAYOUTS", "MaskFacts", "Problem", "rounded_up"]
 
 Layout = Literal["BTNH", "BNTH", "packed"]
 LAYOUTS: tuple[str, ...] = ("BTNH", "BNTH", "packed")
 DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+CODES: tuple[str, ...] = ("int8", "float8_e4m3fn")
+"""The dtypes of quantised keys and values."""
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _SHORT |= {"float": "float32", "fp64": "float64", "double": "float64"}
 
@@ -60,7 +62,8 @@ class Problem:
 
     Letters: `B` batch, `T` query length, `S` key length, `N` query heads, `K` key/value heads,
     `H` head dim. When packed, `q_len` and `kv_len` are totals and `batch` counts sequences. When
-    `paged`, `kv_len` is what the page table has room for.
+    `paged`, `kv_len` is what the page table has room for; when `quantized`, `dtype` is that of the
+    query, and keys and values are codes of the dtype that is named.
 
     >>> p = Problem(batch=1, q_len=128, kv_len=128, heads=8, kv_heads=2, head_dim=64, dtype="bf16")
     >>> p.value_dim, p.dtype, p.gqa, p.mode
@@ -95,6 +98,7 @@ class Problem:
     contiguous: bool = True
     compiled: bool = False
     paged: int | None = None  # keys in each page
+    quantized: str | None = None  # the dtype of the codes that keys and values are
 
     def __post_init__(self) -> None:
         if self.value_dim == -1:
@@ -120,6 +124,10 @@ class Problem:
         if self.layout not in LAYOUTS:
             raise InvalidProblem(
                 f"got layout {self.layout!r}, expected one of {', '.join(LAYOUTS)}."
+            )
+        if self.quantized is not None and self.quantized not in CODES:
+            raise InvalidProblem(
+                f"got quantized={self.quantized!r}, expected None or one of {', '.join(CODES)}."
             )
         if not 0.0 <= self.dropout_p <= 1.0:
             raise InvalidProblem(f"got dropout_p={self.dropout_p!r}, expected 0 <= p <= 1.")
@@ -166,7 +174,7 @@ class Problem:
             self.heads != self.kv_heads, self.bias_grad, self.scale is not None,
             self.softcap is not None, self.sinks > 0, self.sinks_grad, self.dropout_p > 0, self.lse,
             self.grad, self.deterministic, self.deterministic and self.grad, not self.contiguous,
-            self.compiled, self.paged is not None,
+            self.compiled, self.paged is not None, self.quantized is not None,
         )  # fmt: skip
         return frozenset(itertools.compress(DEMANDS, asked))
 
@@ -211,8 +219,9 @@ class Problem:
     def to_json(self) -> str:
         """Return canonical JSON: equal problems give equal text."""
         data = asdict(self)
-        if self.paged is None:  # as it was written before there were pages
-            del data["paged"]
+        for later in ("paged", "quantized"):  # as it was written before there were these
+            if data[later] is None:
+                del data[later]
         if self.mask is not None:
             data["mask"]["kinds"] = sorted(self.mask.kinds)
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -269,6 +278,8 @@ DEMANDS: dict[str, tuple[str, str, str]] = {
     "strided": ("strides", "a last dim that is not contiguous", "contiguous last dims"),
     "compiled": ("torch.compile", "a call traced by the compiler", "eager calls"),
     "paged": ("paged keys", "keys in pages of {p.paged}", "keys in one array"),
+    "quantized": ("quantized keys", "{p.quantized} codes of keys and values",
+                  "plain keys and values"),
 }  # fmt: skip
 _BESIDE_LENGTHS = tuple(
     field.name for field in fields(Problem) if field.name not in ("batch", "q_len", "kv_len")
@@ -277,5 +288,6 @@ _OPTIONAL = frozenset(
     {
         "bias", "bias_grad", "scale", "softcap", "sinks", "sinks_grad", "dropout_p",
         "grad", "lse", "deterministic", "contiguous", "compiled", "paged",
+        "quantized",
     }
 )  # fmt: skip

@@ -59,7 +59,8 @@ class Backend:
     `load`: ``() -> prepare``, where ``prepare(problem, config) -> kernel`` and
     ``kernel(q, k, v, mask, bias, sinks)`` gives ``out``, or ``(out, lse)`` if `problem.lse`;
     arrays arrive in the problem's layout. Of a paged problem, k and v are the pages and the kernel
-    takes ``(block_table, lengths)`` as a last argument.
+    takes ``(block_table, lengths)`` as a last argument; of a quantised one they are the codes, and
+    the last argument is ``(key_scales, value_scales, block_size)``.
     `extra`: ``(problem) -> reasons`` for what a table cannot say.
     `package`: the distribution that a dry run looks up in the facts it was given.
     `configs`: ``(problem) -> configurations`` that tuning may choose among, beside ``{}``.

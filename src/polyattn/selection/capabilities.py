@@ -84,6 +84,7 @@ class Capabilities:
     compiled: bool = False
     isolates_compiled: bool = False
     paged: bool = False
+    quantized: bool = False
     exactness: str = "exact"
 
     def __post_init__(self) -> None:

@@ -30,11 +30,17 @@ if typing.TYPE_CHECKING:
     from polyattn.torch.api import attention, explain, plan
     from polyattn.torch.dropin import scaled_dot_product_attention
     from polyattn.torch.paged import paged_attention
+    from polyattn.torch.quantize import quantize_kv
+    from polyattn.torch.quantized import quantized_attention
+    from polyattn.torch.quantized_cache import QuantizedCache
 
 scopes.is_tracing = torch.compiler.is_dynamo_compiling
 _mark_constant(requests.nested)
 
-__all__ = ["attention", "explain", "paged_attention", "plan", "scaled_dot_product_attention"]
+__all__ = [
+    "QuantizedCache", "attention", "explain", "paged_attention", "plan", "quantize_kv",
+    "quantized_attention", "scaled_dot_product_attention",
+]  # fmt: skip
 
 # Imported when first asked for: hooks, which attend to nothing, need polyattn.torch.internals only.
 _LAZY = {
@@ -42,6 +48,9 @@ _LAZY = {
     "explain": "polyattn.torch.api",
     "paged_attention": "polyattn.torch.paged",
     "plan": "polyattn.torch.api",
+    "quantize_kv": "polyattn.torch.quantize",
+    "quantized_attention": "polyattn.torch.quantized",
+    "QuantizedCache": "polyattn.torch.quantized_cache",
     "scaled_dot_product_attention": "polyattn.torch.dropin",
 }
 

@@ -16,7 +16,7 @@ from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.selection import Selection
 
-__all__ = ["Backends", "Options", "PagedOptions", "Step"]
+__all__ = ["Backends", "Options", "PagedOptions", "QuantizedOptions", "Step"]
 
 Backends = str | Enum | Sequence[str | Enum]
 """A backend by name or by an enumeration's member, or several in order."""
@@ -31,6 +31,12 @@ class PagedOptions(TypedDict, total=False):
     sinks: Tensor | None
     layout: str
     backend: Backends | None
+
+
+class QuantizedOptions(PagedOptions, total=False):
+    """What :func:`polyattn.torch.quantized_attention` takes beside `return_lse`, block size."""
+
+    bias: Bias | None
 
 
 class Options(PagedOptions, total=False):

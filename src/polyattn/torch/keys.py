@@ -130,6 +130,33 @@ class Key(NamedTuple):
         pages = array_key(block_table), array_key(lengths)
         return key._replace(mask=signature, pages=pages, door="paged")
 
+    @classmethod
+    def of_quantized(
+        cls,
+        q: Any,
+        k: Any,
+        key_scales: Any,
+        value_scales: Any,
+        block_size: Any,
+        mask: Any,
+        bias: Any,
+        scale: Any,
+        softcap: Any,
+        sinks: Any,
+        layout: Any,
+        return_lse: Any,
+        backend: Any,
+    ) -> Key:
+        """Return the key of a call on quantised keys; how many scales there are is not in it."""
+        key = cls.of(
+            q, k, mask, bias, scale, softcap, sinks, 0.0, layout, return_lse, None, backend
+        )
+        facts = [array_key(x)[1:] for x in (key_scales, value_scales)]
+        # True and 1.0 would find what 1 has left
+        pages = *facts, type(block_size), block_size
+        hash(pages)
+        return key._replace(pages=pages, door="quantized")
+
     @property
     def is_plainest(self) -> bool:
         """Whether nothing is asked of the call, by its options or from around it."""

@@ -6,7 +6,7 @@ shapes, strides, gradients, dispatch state), then the kernel. Each function runs
 somebody watches it, all of which `polyattn.torch.long_way` is for.
 
 The functions here say what that is. Where the native extension is built, its class ``Door``
-(native/src/door.cpp) does the same, in a third of the time.
+(native/src/door.cpp) does the same, in a third of the time, but for calls on quantised keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from polyattn.torch.keys import (
     switches,
 )
 
-__all__ = ["MISSED", "attention", "in_python", "native", "paged", "sdpa"]
+__all__ = ["MISSED", "attention", "in_python", "native", "paged", "quantized", "sdpa"]
 
 MISSED: Any = type("Missed", (), {"__repr__": lambda self: "MISSED"})()
 """What is given where the call has to go the long way."""
@@ -134,6 +134,34 @@ def _paged(
     return MISSED if run is None else run(q, k, v, mask, None, sinks, block_table, lengths)
 
 
+def _quantized(
+    q: Any,
+    k: Any,
+    v: Any,
+    key_scales: Any,
+    value_scales: Any,
+    block_size: Any,
+    mask: Any,
+    bias: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    layout: Any,
+    return_lse: Any,
+    backend: Any,
+) -> Any:
+    quantised = key_scales, value_scales, block_size
+    options = mask, bias, scale, softcap, sinks, layout, return_lse, backend
+    try:
+        if not _is_taken(q, k, v):
+            return MISSED
+        key = Key.of_quantized(q, k, *quantised, *options)
+        run = _found(key, q, k, v, _recorders(()) if _state.armed else (), mask, bias)
+    except STRANGE:
+        return MISSED
+    return MISSED if run is None else run(q, k, v, mask, bias, sinks, *quantised)
+
+
 def _is_taken(q: Any, k: Any, v: Any) -> bool:
     """Say whether the table may hold a call of these, and no checkpointed region wants it."""
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
@@ -208,3 +236,4 @@ _best = in_python if native is None else native
 attention: Callable[..., Any] = _best.attention
 sdpa: Callable[..., Any] = _best.sdpa
 paged: Callable[..., Any] = _best.paged
+quantized: Callable[..., Any] = _quantized

@@ -72,6 +72,7 @@ def problem_class(problem: Problem) -> str:
             lse=problem.lse,
             deterministic=problem.deterministic,
             paged=problem.paged,
+            quantized=problem.quantized,
         )
     )
 

@@ -27,7 +27,7 @@ def _native_cpu() -> Backend:
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
         deterministic_backward=True, strided=True, compiled=True, isolates_compiled=True,
-        paged=True,
+        paged=True, quantized=True,
     )  # fmt: skip
     return Backend(
         "native_cpu", "torch", cpu, _native_probe, loader("native_cpu.torch.native_kernel"),
@@ -49,6 +49,8 @@ def _native_probe() -> Probe:
 def _native_extra(p: Problem) -> Iterator[Reason]:
     if p.paged is not None and (p.grad or p.sinks_grad):
         yield Reason("backward", "paged keys with gradients", "inference only where keys are paged")
+    if p.quantized is not None and (p.grad or p.bias_grad or p.sinks_grad):
+        yield Reason("backward", "quantised keys with gradients", "inference only on codes of keys")
     if not p.bias_grad or (bias := p.bias_structure) is None:
         return
     if bias.kind == "Alibi":

@@ -21,6 +21,7 @@ from polyattn.problem import Problem
 from polyattn.torch.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.kit.masking import Dims, dense_bias, visible
 from polyattn.torch.kit.nonfinite import spread_values
+from polyattn.torch.kit.quantised import dequantised
 
 __all__ = ["load", "reference_attention"]
 
@@ -33,7 +34,12 @@ def load() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
     if problem.paged is not None:
         return _paged_kernel(problem)
+    if problem.quantized is not None:
+        return _quantized_kernel(problem)
+    return _plain_kernel(problem)
 
+
+def _plain_kernel(problem: Problem) -> Callable[..., Any]:
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
@@ -42,6 +48,29 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         if not problem.lse:
             return out
         return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+    return kernel
+
+
+def _quantized_kernel(problem: Problem) -> Callable[..., Any]:
+    """Attend to what the codes stand for."""
+    plain = _plain_kernel(problem)
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        bias: Any,
+        sinks: Any,
+        quantised: tuple[Tensor, Tensor, int],
+    ) -> Any:
+        *scales, block_size = quantised
+        keys, values = (
+            dequantised(x, each, block_size, problem.layout, torch.float64)
+            for x, each in zip((k, v), scales, strict=True)
+        )
+        return plain(q, keys, values, mask, bias, sinks)
 
     return kernel
 

@@ -327,6 +327,7 @@ def _without_counterpart(p: Problem) -> Iterator[Reason]:
         ("lse", p.lse, "return_lse=True"),
         ("layout", p.layout == "packed", "packed rows"),
         ("paged keys", p.paged is not None, f"keys in pages of {p.paged}"),
+        ("quantized keys", p.quantized is not None, f"{p.quantized} codes of keys and values"),
     ):
         if asked:
             yield Reason(fact, got, "none: torch's function has no such argument")

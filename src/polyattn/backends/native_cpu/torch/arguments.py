@@ -36,6 +36,7 @@ __all__ = [
     "bias_argument",
     "memory",
     "program_of",
+    "quantised_argument",
     "rows",
     "sinks_argument",
     "sizes_of",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 Array = tuple[int, int, int, int, int]
+CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -110,6 +112,15 @@ def slopes_argument(slopes: Tensor) -> tuple[int, int, int, int]:
 def sinks_argument(sinks: Tensor) -> tuple[int, int, int]:
     """Return pointer, bytes and count of contiguous float32 sinks (N,) or (N, M)."""
     return *memory(sinks), 1 if sinks.dim() == 1 else sinks.shape[1]
+
+
+def quantised_argument(
+    codes: Tensor, key_scales: Tensor, value_scales: Tensor, block_size: int
+) -> tuple[int, ...]:
+    """Return what codes are, and of float32 scales (B, K, blocks) pointer, bytes, two strides."""
+    (k_batch, k_head, _), (v_batch, v_head, _) = key_scales.stride(), value_scales.stride()
+    keys, values = (*memory(key_scales), k_batch, k_head), (*memory(value_scales), v_batch, v_head)
+    return CODES[codes.dtype], block_size, *keys, *values
 
 
 class _Torch:

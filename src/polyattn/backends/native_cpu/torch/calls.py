@@ -97,9 +97,19 @@ def empty_lse(q: Tensor, layout: str) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, constants: Constants, wants_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    constants: Constants,
+    wants_lse: bool,
+    quantised: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the forward kernel; tensors in the call's layout, of one dtype, any strides."""
+    """Run the forward kernel; tensors in the call's layout, of one dtype, any strides.
+
+    `quantised`: k and v are codes, and this is what
+    :func:`~polyattn.backends.native_cpu.torch.arguments.quantised_argument` says of them.
+    """
     layout, scale, softcap = constants
     out = empty_out(q, k, v, layout)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
@@ -114,7 +124,7 @@ def forward(
         None if lse is None else rows(lse, layout), found, packed,
         None if bias is None else bias_argument(bias),
         None if slopes is None else slopes_argument(slopes),
-        None if sinks is None else sinks_argument(sinks), None,
+        None if sinks is None else sinks_argument(sinks), None, quantised,
     )  # fmt: skip
     return out, lse
 

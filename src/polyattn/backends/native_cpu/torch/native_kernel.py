@@ -22,6 +22,7 @@ from polyattn.backends.native_cpu.torch.inference import EXCHANGE, native_infere
 from polyattn.backends.native_cpu.torch.levels import PLAIN, WATCHERS, is_transformed
 from polyattn.backends.native_cpu.torch.operator import native_attention
 from polyattn.backends.native_cpu.torch.paged import paged_kernel
+from polyattn.backends.native_cpu.torch.quantized import quantized_kernel
 from polyattn.backends.native_cpu.torch.short_masks import is_short, terms_reader
 from polyattn.masks.biases import Alibi
 from polyattn.native import module
@@ -47,6 +48,8 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
     trains = problem.grad or problem.bias_grad or problem.sinks_grad
     if problem.paged is not None:
         return paged_kernel(problem, constants)
+    if problem.quantized is not None:
+        return quantized_kernel(problem, constants)
     by_operator = _operator_kernel(problem, constants, trains)
     if problem.compiled:
         return _inference_kernel(problem, constants, by_operator)

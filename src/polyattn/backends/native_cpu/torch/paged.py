@@ -132,6 +132,7 @@ class _Paged:
             self.run(
                 isa, torch.get_num_threads(), dtype, sizes, scale, softcap, q, *keys, out, lse,
                 terms, None, None, None, sinks, (*table, p.kv_len // page_size, page_size, count),
+                None,
             )  # fmt: skip
         except ValueError as error:
             raise InvalidProblem(
