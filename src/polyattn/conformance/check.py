@@ -254,7 +254,10 @@ def _compare(subject: Subject, got: Outcome) -> None:
     for name, exact in truth.values.items():
         half = name == "lse" and subject.case.dtype in ("float16", "bfloat16")
         baseline = _one(subject.baseline, name)
-        yardstick = Yardstick(name, exact, truth.scale[name], truth.score, baseline, terms, half)
+        beyond = truth.beyond.get(name)
+        yardstick = Yardstick(
+            name, exact, truth.scale[name], truth.score, baseline, terms, half, beyond
+        )
         fault = measure(got.values[name], yardstick)
         if fault is not None:
             raise _Wrong(str(fault))

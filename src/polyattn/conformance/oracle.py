@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyattn.conformance.byte_rounding import byte_rounding, multiplies_bytes
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs
 from polyattn.masks import And, BlockMap, Causal, Mask, Or, Packed
@@ -152,12 +153,14 @@ class Answer:
     """The values of one call, in the call's shapes, by name: out, lse, and the gradients.
 
     `scale`, of the truth only, has the sum of the absolute values of the terms that make up each
-    value: rounding is in proportion to it. `score` is the largest such sum behind a score.
+    value: rounding is in proportion to it. `score` is the largest such sum behind a score. `beyond`
+    is what values may be off beside that, where there is such a thing (see `byte_rounding`).
     """
 
     values: dict[str, Tensor]
     scale: dict[str, Tensor]
     score: float
+    beyond: dict[str, Tensor]
 
 
 def naive(inputs: Inputs, seen: Tensor, dtype: torch.dtype = torch.float64) -> Answer:
@@ -179,7 +182,22 @@ def naive(inputs: Inputs, seen: Tensor, dtype: torch.dtype = torch.float64) -> A
     with torch.no_grad():
         score = float(scores.max()) if scores.numel() else 0.0
         scales = _scales(inputs, leaves, weights.detach(), lse.detach(), q, k, v)
-        return Answer(values, scales, score)
+        beyond = _beyond(inputs, weights.detach()[..., : case.s], q, k, v, seen)
+        return Answer(values, scales, score, beyond)
+
+
+def _beyond(
+    inputs: Inputs, p: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor
+) -> dict[str, Tensor]:
+    case = inputs.case
+    if inputs.quantised is None or not multiplies_bytes(case):
+        return {}
+    _, scales, block_size = inputs.quantised
+    each = scales.repeat_interleave(block_size, -1)[..., : case.s].to(q.dtype)
+    each = each.repeat_interleave(case.n // case.k, 1)
+    scale = case.scale if case.scale is not None else 1.0 / math.sqrt(case.h)
+    out, lse = byte_rounding(scale, q, k, v, each, p, seen)
+    return {"out": _as_called(out, case), "lse": lse}
 
 
 def _gradients(

@@ -30,6 +30,7 @@ beyond that, in ulps `u` of the dtype of the value:
   each of the L terms, too (score gradients of 1e-7 in float16 lie there): each is off by up to
   u/2 * smallest normal times the entry it meets, which is a few in size, and L of them add up as
   sqrt(L): + FEW * u * smallest normal * sqrt(L) / 2.
+- products of bytes round to 16 bits of the largest, see :mod:`polyattn.conformance.byte_rounding`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Yardstick:
     baseline: Callable[[], Tensor]
     terms: int = 1  # the longest sum behind a value
     half: bool = False  # a float32 value of a problem in a half type
+    beyond: Tensor | None = None  # how far each element may be off beside all of that
 
 
 def measure(got: Tensor, truth: Yardstick) -> Excess | None:
@@ -116,6 +118,8 @@ def _error(found: Tensor, truth: Yardstick, dtype: torch.dtype) -> Tensor:
     """The distance from the truth in units of the scale; infinities are equal here."""
     same = found == truth.exact
     distance = torch.where(same, 0, (found - truth.exact).abs())
+    if truth.beyond is not None:
+        distance = (distance - truth.beyond).clamp(min=0)
     return distance / (truth.scale + torch.finfo(dtype).tiny * (1 + truth.terms**0.5 / 2))
 
 
