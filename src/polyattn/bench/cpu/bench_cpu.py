@@ -14,12 +14,13 @@ import torch
 
 from polyattn.bench import machine
 from polyattn.bench.cpu import memory
+from polyattn.bench.cpu.cache_ways import cache_ways
 from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import CASES, Case, quick
 from polyattn.bench.cpu.engines import Engines
 from polyattn.bench.cpu.repeats import Series, load, once, over, time_steps
 from polyattn.bench.cpu.truth import Truth
-from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, paged, step, torch_ways
+from polyattn.bench.cpu.ways import Unable, Way, flex, folded, ours, step, torch_ways
 from polyattn.bench.cpu.yardsticks import Yardsticks, native
 from polyattn.bench.records import SCHEMA
 from polyattn.errors import PolyattnError
@@ -138,7 +139,7 @@ def timed_case(
     errors, wrong = truth.check(own)
     near, far = _near(list(torch_ways(inputs)), inputs)
     found = (
-        paged(inputs, options.backend),
+        *cache_ways(inputs, options.backend),
         *((flex(inputs), folded(inputs)) if options.peers else ()),
     )
     peers = [way for way in found if way is not None]
@@ -197,7 +198,8 @@ def _peer(
 ) -> dict[str, Any]:
     if isinstance(way, Unable):
         return {"unable": way.why}
-    errors, wrong = truth.check(way)
+    right = truth if way.stands_for is None else Truth(way.stands_for, len(truth.rows))
+    errors, wrong = right.check(way)
     theirs = series[way.name]
     return {
         "ms": theirs.ms(),

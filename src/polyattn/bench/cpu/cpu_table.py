@@ -20,6 +20,10 @@ _PAGED = (
     "x paged: time of our call on the same keys in pages of 16 that lie in any order, over that of "
     "keys that lie together."
 )
+_CODES = (
+    "x int8, x fp8: time of our call on the same keys as codes of 8 bits with a scale for each 64, "
+    "over that of plain ones."
+)
 _PEAK = (
     "of peak: useful operations over the matrix peak of this run; decode: bytes of keys and values "
     "over its read bandwidth (what fits into the last cache may pass 100%)."
@@ -80,7 +84,7 @@ def _peer(peer: Mapping[str, Any] | None) -> str:
 def _yardsticks(record: Mapping[str, Any]) -> list[str]:
     lines = [_ROUTES, _PEAK]
     if any("paged" in row["peers"] for row in record["rows"]):
-        lines.insert(1, _PAGED)
+        lines[1:1] = [_PAGED, _CODES]
     for name, stick in record["yardsticks"].items():
         lines.append(
             f"{name}: {_short(stick['max'])} {stick['unit']} (median {_short(stick['median'])}, "

@@ -18,12 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from polyattn.bench.cpu.case_arrays import Inputs
-from polyattn.bench.cpu.cases import BLOCK, PAGE, WINDOW
+from polyattn.bench.cpu.cases import BLOCK, WINDOW
 from polyattn.bench.cpu.repeats import Step, once
 from polyattn.errors import PolyattnError
-from polyattn.torch import attention, explain, paged_attention
+from polyattn.torch import attention, explain
 
-__all__ = ["Unable", "Way", "flex", "folded", "ours", "paged", "step", "torch_ways"]
+__all__ = ["Unable", "Way", "flex", "folded", "ours", "step", "torch_ways"]
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 _FLEX_BLOCK = 128  # torch's own choice
@@ -34,7 +34,8 @@ class Way:
     """A way to run a case; `prepare_s`: what was made before the timer, in seconds by name.
 
     `timed`: takes a number of calls and returns their seconds and processor time, where another
-    process runs them; `call` then returns the result that it gave.
+    process runs them; `call` then returns the result that it gave. `stands_for`: the arrays that
+    those of the way are right for, where they are not the case's.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Way:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare_s: tuple[tuple[str, float], ...] = ()
     timed: Callable[[int], tuple[float, float]] | None = None
+    stands_for: Inputs | None = None
 
 
 @dataclass(frozen=True)
@@ -121,33 +123,6 @@ def folded(inputs: Inputs) -> Way | None:
         return sdpa(q.reshape(shape), k, v).view(q.shape)
 
     return Way("folded", call, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-
-
-def paged(inputs: Inputs, backend: str) -> Way | None:
-    """Return the public call on the same keys in pages that lie in any order; decoding only."""
-    case, size = inputs.case, inputs.case.size
-    if not case.is_decode or size.kv_len % PAGE:
-        return None
-    count = size.kv_len // PAGE
-    order = torch.randperm(size.batch * count, generator=torch.Generator().manual_seed(0))
-    table = order.argsort().view(size.batch, count)
-    lengths = torch.full((size.batch,), size.kv_len)
-
-    def in_pages(x: Tensor) -> Tensor:
-        pages = x.unflatten(2 if case.layout == "BNTH" else 1, (count, PAGE))
-        if case.layout == "BNTH":
-            pages = pages.transpose(1, 2)  # (B, pages, K, keys of a page, H)
-        return pages.flatten(0, 1)[order]
-
-    k_pages, v_pages = in_pages(inputs.k), in_pages(inputs.v)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = paged_attention(
-            q, k_pages, v_pages, table, lengths, mask=None, layout=case.layout, backend=backend
-        )
-        return out
-
-    return Way("paged", call)
 
 
 def flex(inputs: Inputs) -> Way | Unable:
