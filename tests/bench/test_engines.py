@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,24 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(engines, "PEERS", Path("/nowhere"))
     with pytest.raises(MissingDependency, match="expected a checkout"):
         chosen_engines("all")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parent on Linux")
+def test_a_stopped_engine_ends_with_a_bench_that_is_killed(checkout: Path) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; from polyattn.bench.cpu import engines; "
+        "engines.ROOT = Path(sys.argv[1]); engines.PEERS = engines.ROOT / 'benchmarks' / 'peers'; "
+        "running = engines.Engines(['zeros'], 1); running.about(); "
+        "print(*running.processes(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(checkout)], capture_output=True, text=True, check=False
+    )
+    worker = int(done.stdout)
+    until = time.monotonic() + 60
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < until:
+        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break  # ended, and not yet collected by whoever inherited it
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{worker}").exists()

@@ -9,10 +9,12 @@ seconds of n calls; `{"do": "end"}`, or the end of the input, ends it. An error 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from polyattn_peers.call import Call, Prepared, Unable
+
+
+def die_with_parent() -> None:
+    """Have the system end this process with the bench, which it could not see end while stopped."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
 
 
 def prepare(engine: Any, told: dict[str, Any]) -> tuple[Prepared, dict[str, Any]]:
@@ -53,6 +62,7 @@ def timed(ready: Prepared, calls: int) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until there is no more to answer."""
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an engine prints must not be taken for an answer
     os.environ["OMP_NUM_THREADS"] = sys.argv[2]  # read when an engine is loaded

@@ -133,7 +133,8 @@ template <class S, class U, class T, int R>
 inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, int64_t offset, int64_t keys,
                        bool fetches, int64_t dim, float* scores, int64_t row) {
   // queries are loaded once for M keys
-  constexpr int W = S::kLanes, kKeys = W / R, M = kManyRegisters<S> && kKeys % 2 == 0 ? 2 : 1;
+  constexpr int W = S::kLanes, kKeys = W / R, M = kManyRegisters<S> ? 2 : 1;
+  static_assert(kKeys % M == 0);
   for (int64_t j = 0; j < keys; j += kKeys) {
     typename S::Vec sums[W];
 #pragma GCC unroll 16
@@ -294,10 +295,15 @@ inline void few_values(const float* p, int64_t p_row, const T* const* values_at,
   const int64_t whole = keys / U::kValues * U::kValues;
   int64_t done = 0;  // columns
   if constexpr (kManyRegisters<S>) {
-    constexpr int V = R == 4 ? 4 : 8;
-    for (; done + V * S::kLanes <= dim; done += V * S::kLanes)
-      few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole, fetches, sums + done,
-                                       columns);
+    const auto columns_of = [&](auto vectors) {
+      constexpr int V = vectors.value;
+      for (; done + V * S::kLanes <= dim; done += V * S::kLanes) {
+        few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole, fetches, sums + done,
+                                         columns);
+      }
+    };
+    if constexpr (R < 4) columns_of(std::integral_constant<int, 8>());
+    columns_of(std::integral_constant<int, 4>());
   }
   int64_t j = 0;
   for (; done < dim && j + N * U::kValues <= keys; j += N * U::kValues) {

@@ -13,7 +13,7 @@ struct Simd {
   using Vec = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kRowBlock = 6, kColumnBlock = 2;  // 12 sums, 2 operands, 1 broadcast
-  // How a few rows fetch keys ahead: so many rows before, into the first cache (3) or the second (2). Measured
+  // How a few rows fetch keys ahead: so many rows before, into the first cache (3) or one behind it (1). Measured
   // on a Zen 3.
   static constexpr int kAheadRows = 8, kFetchHint = 3;
 

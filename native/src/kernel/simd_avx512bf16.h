@@ -16,7 +16,7 @@ struct PairSimd : Simd {
   static POLYATTN_INLINE Ints dot_bytes(Ints sum, Vec bytes, const void* four) {
     asm("vpdpbusd %2%{1to16%}, %1, %0"
         : "+v"(sum)
-        : "v"(_mm512_castps_si512(bytes)), "m"(*static_cast<const char(*)[4]>(four)));
+        : "v"(_mm512_castps_si512(bytes)), "m"(*static_cast<const char (*)[4]>(four)));
     return sum;
   }
   // 64 codes + 128; those from `n` on are 0 + 128.
