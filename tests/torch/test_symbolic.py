@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -112,14 +113,14 @@ def test_bias_of_changing_length_trains() -> None:
 def test_a_cache_that_grows_is_compiled_as_often_as_the_choice_changes(
     masked: bool, backend: str | None
 ) -> None:
-    """Once for the first length, once for lengths that differ, and once for each other choice."""
+    """Once for the first length, once for those that differ, and once where the choice changes."""
 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> Any:
         mask = Dense(seen) if masked else None
         return attention(q, k, v, mask=mask, layout="BNTH", backend=backend)
 
     compiled, graphs = counted(step)
-    choices = set()
+    choices: list[str | None] = []
     for length in (12, 13, 16, 17, 32, 33, 64, 65, 96, 500, 512, 513, 1500, 4000, 9000):
         q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 8, length, 64)
         seen = torch.arange(length).ge(2).expand(1, 1, 1, length)
@@ -131,6 +132,7 @@ def test_a_cache_that_grows_is_compiled_as_often_as_the_choice_changes(
         want = attention(q, k, v, **options)
         problem = explain(q, k, v, **options).problem
         assert problem is not None
-        choices.add(explain(problem.with_(compiled=True), backend=backend).backend)
+        choices.append(explain(problem.with_(compiled=True), backend=backend).backend)
         assert torch.allclose(compiled(q, k, v, seen), want, atol=1e-5)
-    assert graphs.frame_count <= 1 + len(choices)
+    kept = [choice for choice, _ in itertools.groupby(choices)]  # it may change, and change back
+    assert graphs.frame_count <= 2 + len(kept)  # and once where the operator pays, at 16 keys

@@ -66,6 +66,26 @@ POLYATTN_INLINE float to_float(F8 x) {
   return float_of(sign | bits_of(float_of(rest << 20) * float_of(uint32_t(127 + 120) << 23)));
 }
 
+// The bits of a bfloat16 for each float8_e4m3fn that is not negative: all of them are one, NaN too.
+struct EighthsAsBF16 {
+  uint16_t bits[128];
+  constexpr EighthsAsBF16() : bits() {
+    for (int code = 0; code < 127; ++code) {
+      int exponent = code >> 3, fraction = (code & 7) << 4;
+      if (exponent == 0 && fraction != 0) {  // subnormal: shifted until it has a leading 1
+        exponent = 1;
+        while (fraction < 128) fraction <<= 1, --exponent;
+        fraction -= 128;
+        bits[code] = uint16_t((exponent + 120) << 7 | fraction);
+      } else if (exponent != 0) {
+        bits[code] = uint16_t((exponent + 120) << 7 | fraction);
+      }
+    }
+    bits[127] = 0x7fc0;
+  }
+};
+alignas(64) constexpr EighthsAsBF16 kEighths;
+
 POLYATTN_INLINE void from_float(float x, float* out) { *out = x; }
 POLYATTN_INLINE void from_float(float x, BF16* out) {
   uint32_t u = bits_of(x);

@@ -117,11 +117,27 @@ class FewRows {
       const Tile& tile = visit.tile[n];
       const uint64_t* words = w.words + int64_t{n} * kRows;
       for (int r = 0; r < w.strips[0].count; ++r) {
-        float* p = w.scores + r * kScoreRow + tile.first;
-        scale_columns<S>(p, w.value_scales + (tile.j0 - begin), tile.columns);
-        if (!careful || !visit.mixed[n]) continue;
-        for (int i = 0; i < tile.columns; i += S::kLanes)
-          S::store(p + i, S::select(words[r] >> i, S::load(p + i), S::zero()));
+        const uint64_t seen = careful && visit.mixed[n] ? words[r] : ~uint64_t{0};
+        weigh_row(w.scores + r * kScoreRow + tile.first / U::kValues, w.value_scales + (tile.j0 - begin),
+                  tile.columns, seen);
+      }
+    }
+  }
+
+  // A row of a tile; its probabilities may be pairs.
+  static void weigh_row(float* p, const float* scales, int columns, uint64_t seen) {
+    constexpr int W = S::kLanes;
+    const auto weighed = [&](const auto* from, int i) {
+      return S::select(seen >> i, S::mul(S::load(from + i), S::load(scales + i)), S::zero());
+    };
+    if constexpr (U::kValues == 1) {
+      for (int i = 0; i < columns; i += W) S::store(p + i, weighed(p, i));
+    } else {
+      const BF16* const pairs = reinterpret_cast<const BF16*>(p);
+      for (int i = 0; i < columns; i += 2 * W) {
+        const bool both = i + W < columns;
+        const typename S::Vec low = weighed(pairs, i), high = both ? weighed(pairs, i + W) : S::zero();
+        S::store_some(p + i / 2, S::pairs(low, high), both ? W : W / 2);
       }
     }
   }

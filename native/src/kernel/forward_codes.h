@@ -1,8 +1,9 @@
 // The forward pass on keys and values that are codes: which element types and units it runs in.
 //
-// Few rows, which read each key once, are computed in float32, and so is all that has no better unit: queries
-// of other types are converted before, outputs after. Many rows of bfloat16 take the products of bfloat16:
-// every code is a bfloat16, scales of keys go into the scores, and values are rounded.
+// Queries of bfloat16 take its products: every code is a bfloat16, scales of keys go into the scores. Many rows
+// round the values that they share. Few rows, which read each key once, do so where the instruction set makes
+// units of codes; else they are computed in float32, and so is all that has no better unit: queries of other
+// types are converted before, outputs after.
 #pragma once
 
 #include "kernel/forward.h"
@@ -79,7 +80,7 @@ bool forward_coded(const Arguments& a) {
   }
   if (a.dtype == DType::f16) return FloatCopies<S, F16>(a).run(Plain::run);
   if constexpr (Half::kValues > 1) {
-    if (rows_of_head(a) > kFewRows) return Forward<S, Half, BF16, C>::run(a);
+    if (HasUnitsOf<S, C> || rows_of_head(a) > kFewRows) return Forward<S, Half, BF16, C>::run(a);
   }
   return FloatCopies<S, BF16>(a).run(Plain::run);
 }

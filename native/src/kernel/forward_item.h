@@ -73,8 +73,8 @@ class ForwardItem {
   }
 
  private:
-  // Codes are met as they are stored by numbers of float32 alone.
-  static constexpr bool kMeetsFew = !kCoded<C> || U::kValues == 1;
+  // Whether few rows meet keys as they are stored.
+  static constexpr bool kMeetsFew = !kCoded<C> || U::kValues == 1 || HasUnitsOf<S, C>;
   static bool few(const Item& item) { return kMeetsFew && item.rows <= kFewRows; }
 
   // An item before its first key; returns the keys of the part.

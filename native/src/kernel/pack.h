@@ -18,6 +18,8 @@ POLYATTN_INLINE typename S::Vec load_units(const T* p, int64_t valid) {
   if constexpr (U::kValues == 1) {
     if (valid >= kWanted) return S::load(p);
     return S::load_some(p, int(larger<int64_t>(valid, 0)));
+  } else if constexpr (sizeof(T) == 1) {
+    return S::unit_codes(p, int(smaller(larger<int64_t>(valid, 0), kWanted)));
   } else {
     if (valid >= kWanted) return S::load(reinterpret_cast<const float*>(p));
     float units[S::kLanes] = {};

@@ -10,10 +10,14 @@ namespace polyattn::POLYATTN_NAMESPACE {
 template <class C>
 constexpr bool kCoded = sizeof(C) == 1;
 
+// Whether an instruction set has codes as units of bfloat16.
+template <class S, class C>
+concept HasUnitsOf = requires(const C* p) { S::unit_codes(p, 0); };
+
 // Keys that share a call of the products of bytes, and so the scale of what is rounded there.
 constexpr int kCodedTurn = 64;
 
-// to[j - begin] = the scale of key j, for keys `begin` to `end` - 1; then 0 up to a whole vector.
+// to[j - begin] = the scale of key j, for keys `begin` to `end` - 1; then 0 up to a whole tile.
 inline void spread_scales(const Arguments& a, const Scales& scales, const Item& item, int64_t begin,
                           int64_t end, float* to) {
   const float* const from = scales.data + item.q.b * scales.batch + item.kv_head * scales.head;
@@ -23,7 +27,7 @@ inline void spread_scales(const Arguments& a, const Scales& scales, const Item& 
     const float scale = from[block];
     for (const int64_t stop = smaller(end, (block + 1) * size); j < stop; ++j) to[j - begin] = scale;
   }
-  for (const int64_t stop = round_up(end - begin, 16); j - begin < stop; ++j) to[j - begin] = 0;
+  for (const int64_t stop = round_up(end - begin, kTile); j - begin < stop; ++j) to[j - begin] = 0;
 }
 
 // x[i] *= scales[i] for i < n, and for the rest of the last vector.

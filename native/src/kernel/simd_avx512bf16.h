@@ -6,6 +6,27 @@
 namespace polyattn::POLYATTN_NAMESPACE {
 
 struct PairSimd : Simd {
+  // 32 codes as sixteen units; those from `n` on are 0.
+  static POLYATTN_INLINE Vec unit_codes(const F8* p, int n) {
+    const __m256i codes =
+        n >= 32 ? _mm256_loadu_si256((const __m256i*)p) : _mm256_maskz_loadu_epi8((__mmask32{1} << n) - 1, p);
+    return _mm512_castsi512_ps(eighths(codes));
+  }
+  // As for bfloat16, below.
+  static POLYATTN_INLINE Vec interleave(const F8* a, const F8* b, int n) {
+    const __m256i none = _mm256_setzero_si256();
+    const __mmask16 valid = __mmask16((1u << n) - 1);
+    const __m512i low = eighths(a ? _mm256_castsi128_si256(_mm_maskz_loadu_epi8(valid, a)) : none);
+    const __m512i high = eighths(b ? _mm256_castsi128_si256(_mm_maskz_loadu_epi8(valid, b)) : none);
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, zipped(0), high));
+  }
+  static POLYATTN_INLINE void interleave_two(const F8* a, const F8* b, Vec& low, Vec& high) {
+    const __m512i x = eighths(_mm256_loadu_si256((const __m256i*)a));
+    const __m512i y = eighths(_mm256_loadu_si256((const __m256i*)b));
+    low = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, zipped(0), y));
+    high = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, zipped(16), y));
+  }
+
   // Sixteen sums of four products of bytes.
   using Ints = __m512i;
   static POLYATTN_INLINE Ints ints(int32_t x) { return _mm512_set1_epi32(x); }
@@ -68,16 +89,9 @@ struct PairSimd : Simd {
   }
   // Both for 32 whole columns.
   static POLYATTN_INLINE void interleave_two(const BF16* a, const BF16* b, Vec& low, Vec& high) {
-    // clang-format off: pairs, eight in a line
-    alignas(64) static constexpr uint16_t kLow[] = {
-         0, 32,  1, 33,  2, 34,  3, 35,  4, 36,  5, 37,  6, 38,  7, 39,
-         8, 40,  9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    // clang-format on
-    const __m512i index = _mm512_load_si512(kLow);
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-    low = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, index, y));
-    high =
-        _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_add_epi16(index, _mm512_set1_epi16(16)), y));
+    low = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, zipped(0), y));
+    high = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, zipped(16), y));
   }
   // 32 floats to 16 units of neighbours.
   static POLYATTN_INLINE Vec pairs(Vec low, Vec high) {
@@ -92,6 +106,28 @@ struct PairSimd : Simd {
     // clang-format on
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+  }
+
+ private:
+  // 32 codes as bfloat16: the table of their sizes is as large as two looks into 64 entries.
+  static POLYATTN_INLINE __m512i eighths(__m256i codes) {
+    const __m512i x = _mm512_cvtepi8_epi16(codes);
+    const uint16_t* const table = kEighths.bits;
+    const auto part = [&](int first) { return _mm512_load_si512(table + first); };
+    const __m512i low = _mm512_permutex2var_epi16(part(0), x, part(32));
+    const __m512i high = _mm512_permutex2var_epi16(part(64), x, part(96));
+    const __m512i size = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(x, _mm512_set1_epi16(64)), low, high);
+    return _mm512_ternarylogic_epi32(size, x, _mm512_set1_epi16(int16_t(0x8000)), 0xf8);  // size | (x & sign)
+  }
+
+  // Places of elements from `first` on of two vectors of 32, by turns.
+  static POLYATTN_INLINE __m512i zipped(int first) {
+    // clang-format off: pairs, eight in a line
+    alignas(64) static constexpr uint16_t kPlaces[] = {
+         0, 32,  1, 33,  2, 34,  3, 35,  4, 36,  5, 37,  6, 38,  7, 39,
+         8, 40,  9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    // clang-format on
+    return _mm512_add_epi16(_mm512_load_si512(kPlaces), _mm512_set1_epi16(int16_t(first)));
   }
 };
 

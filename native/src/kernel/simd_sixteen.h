@@ -136,6 +136,27 @@ struct Simd {
     return across_lanes<Simd>(x, [](Vec a, Vec b) { return max(a, b); });
   }
 
+  // Codes as units of two bfloat16; see simd_avx512bf16.h.
+  static POLYATTN_INLINE uint32_t eighth(F8 x) {
+    return uint32_t(kEighths.bits[x.bits & 0x7f] | (x.bits & 0x80) << 8);
+  }
+  static POLYATTN_INLINE Vec unit_codes(const F8* p, int n) {
+    return each([&](int i) {
+      const uint32_t low = 2 * i < n ? eighth(p[2 * i]) : 0, high = 2 * i + 1 < n ? eighth(p[2 * i + 1]) : 0;
+      return float_of(high << 16 | low);
+    });
+  }
+  static POLYATTN_INLINE Vec interleave(const F8* a, const F8* b, int n) {
+    return each([&](int i) {
+      const uint32_t low = a && i < n ? eighth(a[i]) : 0, high = b && i < n ? eighth(b[i]) : 0;
+      return float_of(high << 16 | low);
+    });
+  }
+  static POLYATTN_INLINE void interleave_two(const F8* a, const F8* b, Vec& low, Vec& high) {
+    low = interleave(a, b, kLanes);
+    high = interleave(a + kLanes, b + kLanes, kLanes);
+  }
+
   // Sums of four products of bytes; see simd_avx512bf16.h.
   struct Ints {
     uint32_t x[kLanes];

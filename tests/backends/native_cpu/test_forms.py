@@ -90,7 +90,7 @@ def test_bfloat16_runs_on_its_form(
         return [call(*one).detach().float().numpy().tobytes() for one in asked]
 
     by_choice, by_other, by_best = bits(None), bits(other_form), bits(module.isas()[0])
-    assert by_other[0] != by_best[0] and by_other[2] != by_best[2]  # they can be told apart
+    assert by_other[0] != by_best[0]  # they can be told apart, but of AVX-512 by bfloat16 alone
     assert by_choice == [by_other[0], *by_best[1:]]
     assert bits(None) == by_choice
 
