@@ -82,4 +82,14 @@ struct Tensor {
   }
 };
 
+// Strides from the last dimension to the first, 0 for sizes of 1; returns the elements.
+inline int64_t contiguous(const int64_t (&sizes)[4], int64_t* const (&strides)[4]) {
+  int64_t count = 1;
+  for (int i = 0; i < 4; ++i) {
+    *strides[i] = sizes[i] == 1 ? 0 : count;
+    count *= sizes[i];
+  }
+  return count;
+}
+
 }  // namespace polyattn::testing

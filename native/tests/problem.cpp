@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "quantised.h"
+
 namespace polyattn::testing {
 namespace {
 
@@ -121,10 +123,8 @@ class Maker {
     made.each([&](int64_t index, int64_t) { last = std::max(last, index + 1); });
     for (int64_t i = 0; i < last; ++i) put(made.dtype, made.array.data, i, NAN);
     made.each([&](int64_t index, int64_t) {
-      double value = random_.uniform(-size, size);
-      if (made.dtype == kInt8) value = static_cast<double>(random_.between(-128, 127));
-      if (made.dtype == kF8)
-        value = from_f8(static_cast<uint8_t>(random_.between(0, 126) + 128 * random_.between(0, 1)));
+      const bool code = is_code(made.dtype);
+      const double value = code ? random_code(random_, made.dtype) : random_.uniform(-size, size);
       put(made.dtype, made.array.data, index, value);
     });
   }
@@ -151,37 +151,14 @@ class Maker {
     a_.q = made_->q.array;
     a_.k = made_->k.array;
     a_.v = made_->v.array;
-    if (coded) quantised(size);
+    if (coded) {
+      quantise(random_, a_, coded_, size, [this](int64_t n, int64_t width) { return allocate(n, width); });
+    }
     a_.out = made_->out.array;
     if (backward_ || random_.chance(0.8)) {
       made_->lse = tensor(DType::f32, batch, a_.q_heads, a_.q_len, 1, false);
       a_.lse = made_->lse.array;
     }
-  }
-
-  // Scales that bring the largest code to `size`, or to less.
-  void quantised(double size) {
-    static constexpr int64_t blocks[] = {1, 5, 16, 32, 64, 64, 100, 4096};
-    Quantised& x = a_.quantised;
-    x.codes = coded_ == kInt8 ? Codes::int8 : Codes::f8;
-    x.block = random_.pick(blocks);
-    const double largest = coded_ == kInt8 ? 127 : 448;
-    x.k = scales(size / largest);
-    x.v = scales(2 / largest);
-  }
-
-  Scales scales(double most) {
-    const int64_t count = (a_.kv_len + a_.quantised.block - 1) / a_.quantised.block;
-    Scales made;
-    made.head = count + random_.between(0, 2);
-    made.batch = random_.chance(0.1) ? 0 : made.head * a_.kv_heads;
-    const int64_t all = made.batch * std::max<int64_t>(a_.batch - 1, 0) + made.head * a_.kv_heads;
-    float* values = static_cast<float*>(allocate(all, 4));
-    for (int64_t i = 0; i < all; ++i) {
-      values[i] = random_.chance(0.05) ? 0 : static_cast<float>(random_.uniform(-0.2, 1) * most);
-    }
-    made.data = values;
-    return made;
   }
 
   // Pages in random order, some of them shared between sequences, some unused.
@@ -229,16 +206,6 @@ class Maker {
       values[i] = sorted ? t * 3 / std::max<int64_t>(rows, 1) - 1 : random_.between(-1, 2);
     }
     return values;
-  }
-
-  // Strides from the last dimension to the first, 0 for sizes of 1; returns the elements.
-  static int64_t contiguous(const int64_t (&sizes)[4], int64_t* const (&strides)[4]) {
-    int64_t count = 1;
-    for (int i = 0; i < 4; ++i) {
-      *strides[i] = sizes[i] == 1 ? 0 : count;
-      count *= sizes[i];
-    }
-    return count;
   }
 
   // Contiguous over the dimensions that are not shared, or transposed in the last two.

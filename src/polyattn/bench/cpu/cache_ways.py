@@ -12,10 +12,11 @@ from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import PAGE
 from polyattn.bench.cpu.ways import Way
 from polyattn.torch import paged_attention, quantize_kv, quantized_attention
+from polyattn.torch.quantize import Codes
 
 __all__ = ["CODES", "cache_ways"]
 
-CODES = {"int8": "int8", "float8_e4m3fn": "fp8"}
+CODES: dict[Codes, str] = {"int8": "int8", "float8_e4m3fn": "fp8"}
 """The dtypes of codes, and what their ways are called."""
 _BLOCK = 64
 
@@ -55,7 +56,7 @@ def _paged(inputs: Inputs, backend: str) -> Way:
     return Way("paged", call)
 
 
-def _quantised(inputs: Inputs, backend: str, dtype: str) -> Way:
+def _quantised(inputs: Inputs, backend: str, dtype: Codes) -> Way:
     """Return the call on codes, which is right for the keys and values that they stand for."""
     layout = inputs.case.layout
     found = [quantize_kv(x, dtype=dtype, block_size=_BLOCK, layout=layout) for x in
