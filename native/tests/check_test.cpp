@@ -75,6 +75,16 @@ Arguments paged() {
   return a;
 }
 
+// Keys and values as codes, four of which share a scale.
+Arguments quantised() {
+  Arguments a = plain();
+  const polyattn::Scales scales = {numbers, 4, 2, {2 * 4 * 4}};
+  a.quantised = {polyattn::Codes::int8, 4, scales, scales};
+  a.k.extent = {2 * 2 * 7 * 8};
+  a.v.extent = {2 * 2 * 7 * 16};
+  return a;
+}
+
 Arguments with_terms(std::initializer_list<TermKind> kinds) {
   Arguments a = plain();
   for (const TermKind kind : kinds) {
@@ -111,7 +121,8 @@ void accept(const char* what, const Arguments& a, Pass pass) {
 
 void accept(const char* what, const Arguments& a) {
   accept(what, a, Pass::forward);
-  if (a.pages.table == nullptr) accept(what, a, Pass::backward);
+  const bool forward_only = a.pages.table != nullptr || a.quantised.codes != polyattn::Codes::none;
+  if (!forward_only) accept(what, a, Pass::backward);
 }
 
 // `part` is in the complaint about the spoilt call.
@@ -232,6 +243,10 @@ void memories() {
   shorter("packed offsets", packed(), [](Arguments& a) -> Extent& { return a.cu_q_extent; });
   shorter("packed offsets", packed(), [](Arguments& a) -> Extent& { return a.cu_kv_extent; });
   shorter("page table", paged(), [](Arguments& a) -> Extent& { return a.pages.extent; });
+  shorter("k", quantised(), of_array(&Arguments::k));
+  shorter("v", quantised(), of_array(&Arguments::v));
+  shorter("scales of keys", quantised(), [](Arguments& a) -> Extent& { return a.quantised.k.extent; });
+  shorter("scales of values", quantised(), [](Arguments& a) -> Extent& { return a.quantised.v.extent; });
   shorter("bias", with_bias(), [](Arguments& a) -> Extent& { return a.bias.extent; });
   const auto dbias = [](Arguments& a) -> Extent& { return a.dbias_extent; };
   shorter("dbias", with_bias(), dbias, Pass::backward);
@@ -296,6 +311,22 @@ void masks() {
   refuse("2**61", dense, [](Arguments& a) { a.term[0].column = kSmallest; });
 }
 
+void codes() {
+  accept("codes", quantised());
+  refuse("codes must be", quantised(), [](Arguments& a) { a.quantised.codes = polyattn::Codes{3}; });
+  for (const int64_t size : {int64_t{0}, int64_t{-1}, kSmallest, kLargest}) {
+    refuse("block", quantised(), [size](Arguments& a) { a.quantised.block = size; });
+  }
+  refuse("no data pointer", quantised(), [](Arguments& a) { a.quantised.v.data = nullptr; });
+  refuse("aligned", quantised(), [](Arguments& a) {
+    a.quantised.k.data = reinterpret_cast<float*>(reinterpret_cast<char*>(numbers) + 1);
+  });
+  refuse("scales of keys", quantised(), [](Arguments& a) { a.quantised.k.head = kLargest; });
+  refuse("no backward pass", quantised(), [](Arguments&) {}, Pass::backward);
+  refuse("packed", packed(), [](Arguments& a) { a.quantised = quantised().quantised; });
+  refuse("paged keys that are", paged(), [](Arguments& a) { a.quantised = quantised().quantised; });
+}
+
 void packs_and_pages() {
   refuse("both", packed(), [](Arguments& a) { a.cu_kv = nullptr; });
   refuse("batch stride", packed(), [](Arguments& a) { a.v.batch = 1; });
@@ -341,6 +372,7 @@ int main() {
   arrays();
   masks();
   packs_and_pages();
+  codes();
   memories();
   nothing();
   additions();
