@@ -33,14 +33,19 @@ inline Planes split_planes(const float* x, int64_t n, int8_t* high, int8_t* low)
     most = S::max(most, S::abs(v));
     wrong = S::fma(v, S::zero(), wrong);  // NaN for NaN and infinities
   }
+  if (S::any_nan(wrong)) {  // all sums of such a row are NaN; no integer stands for its numbers
+    const size_t bytes = size_t(blocks_of(n, S::kLanes) * S::kLanes);
+    std::memset(high, 0, bytes);
+    std::memset(low, 0, bytes);
+    return {__builtin_nanf(""), 0, 0};
+  }
   const float largest = S::largest(most), step = largest / kPlanes;
   // a smaller step has no reciprocal; what is as small is 0
   const float inverse = step >= 0x1p-126f ? 1.0f / step : 0.0f;
   typename S::Ints sum_high = S::ints(0), sum_low = S::ints(0);
   for (int64_t i = 0; i < n; i += S::kLanes)
     S::split(S::mul(S::load(x + i), S::fill(inverse)), high + i, low + i, sum_high, sum_low);
-  return {S::any_nan(wrong) ? __builtin_nanf("") : step, -128 * S::sum_ints(sum_high),
-          -128 * S::sum_ints(sum_low)};
+  return {step, -128 * S::sum_ints(sum_high), -128 * S::sum_ints(sum_low)};
 }
 
 // Four query rows as few_byte_scores takes them, in the place of four rows of `units` floats: lane g of row r
