@@ -32,8 +32,9 @@ bool runs_here([[maybe_unused]] const Kernels* kernels) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("bmi2") && has_f16c();
-  [[maybe_unused]] const bool products =
-      avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  [[maybe_unused]] const bool products = avx512 && __builtin_cpu_supports("avx512bf16") &&
+                                         __builtin_cpu_supports("avx512vnni") &&
+                                         __builtin_cpu_supports("avx512vbmi");
 #endif
 #if defined(POLYATTN_HAVE_AVX512)
   if (kernels == &kAvx512) return avx512;

@@ -84,7 +84,19 @@ struct EighthsAsBF16 {
     bits[127] = 0x7fc0;
   }
 };
-alignas(64) constexpr EighthsAsBF16 kEighths;
+constexpr EighthsAsBF16 kEighths;
+
+// The same as two bytes.
+struct EighthsAsBytes {
+  uint8_t high[128], low[128];
+  constexpr EighthsAsBytes() : high(), low() {
+    for (int code = 0; code < 128; ++code) {
+      high[code] = uint8_t(kEighths.bits[code] >> 8);
+      low[code] = uint8_t(kEighths.bits[code]);
+    }
+  }
+};
+alignas(64) constexpr EighthsAsBytes kEighthsBytes;
 
 POLYATTN_INLINE void from_float(float x, float* out) { *out = x; }
 POLYATTN_INLINE void from_float(float x, BF16* out) {

@@ -25,6 +25,10 @@ POLYATTN_INLINE int64_t apart(int64_t dim) {
   return kApart<U, T> ? dim / (2 * S::kLanes) * (2 * S::kLanes) : 0;
 }
 
+// Whether units of two are made from codes.
+template <class U, class T>
+constexpr bool kUnitsOfCodes = U::kValues > 1 && sizeof(T) == 1;
+
 // A query row as few_scores takes it.
 template <class S, class U, class T>
 inline void pack_few(const T* row, int64_t dim, float factor, float* out) {
@@ -56,6 +60,8 @@ template <class S, class U, class T>
 POLYATTN_INLINE void two_key_units(const T* key, typename S::Vec& a, typename S::Vec& b) {
   if constexpr (kApart<U, T>) {
     S::take_apart(key, a, b);
+  } else if constexpr (kUnitsOfCodes<U, T>) {
+    S::two_unit_codes(key, a, b);
   } else {
     a = load_units<S, U>(key, int64_t{S::kLanes} * U::kValues);
     b = load_units<S, U>(key + S::kLanes * U::kValues, int64_t{S::kLanes} * U::kValues);
@@ -131,7 +137,7 @@ POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* const 
 // Scores of up to lanes / R - 1 keys more are written, which mean nothing.
 template <class S, class U, class T, int R>
 inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, int64_t offset, int64_t keys,
-                       bool fetches, int64_t dim, float* scores, int64_t row) {
+                       Ahead<T> ahead, int64_t dim, float* scores, int64_t row) {
   // queries are loaded once for M keys
   constexpr int W = S::kLanes, kKeys = W / R, M = kManyRegisters<S> ? 2 : 1;
   static_assert(kKeys % M == 0);
@@ -144,9 +150,9 @@ inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, i
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         key[m] = keys_at[smaller(j + i + m, keys - 1)] + offset;
-        next[m] = keys_at[j + i + m + S::kAheadRows] + offset;
+        next[m] = ahead.here() ? ahead.of(j + i + m) : nullptr;
       }
-      few_products<S, U, T, R, M>(q, q_row, key, next, fetches, dim, of_keys);
+      few_products<S, U, T, R, M>(q, q_row, key, next, ahead.here(), dim, of_keys);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -198,8 +204,7 @@ POLYATTN_INLINE void two_value_units(const ValueRows<T>& rows, int64_t column, t
 // lacks a second one.
 template <class S, class U, class T, int R, int N>
 POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRows<T> (&rows)[N], bool whole,
-                                    const T* const* next, int64_t offset, int64_t dim, float* sums,
-                                    int64_t columns) {
+                                    Ahead<T> ahead, int64_t dim, float* sums, int64_t columns) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
   Vec factor[R][N];
@@ -210,9 +215,9 @@ POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRo
   }
   int64_t c = 0;
   for (; whole && c + 2 * W <= dim; c += 2 * W) {
-    if (next) {
+    if (ahead.here()) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N * U::kValues; ++n) __builtin_prefetch(next[n] + offset + c, 0, S::kFetchHint);
+      for (int n = 0; n < N * U::kValues; ++n) __builtin_prefetch(ahead.of(n) + c, 0, S::kFetchHint);
     }
     Vec a[N], b[N];
 #pragma GCC unroll 8
@@ -249,7 +254,7 @@ POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRo
 // in registers. `keys` is a multiple of a unit's.
 template <class S, class U, class T, int R, int V>
 POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const T* const* values_at,
-                                       int64_t offset, int64_t keys, bool fetches, float* sums,
+                                       int64_t offset, int64_t keys, Ahead<T> ahead, float* sums,
                                        int64_t columns) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
@@ -262,21 +267,26 @@ POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const T* c
   for (int64_t j = 0; j < keys; j += U::kValues) {
     const T* const* at = values_at + j;
     const ValueRows<T> rows{at[0] + offset, U::kValues > 1 ? at[1] + offset : nullptr};
-    if (fetches) {
+    if (ahead.here()) {
 #pragma GCC unroll 2
-      for (int n = 0; n < U::kValues; ++n) fetch_units<S, FloatUnit, V * W>(at[n + S::kAheadRows] + offset);
+      for (int n = 0; n < U::kValues; ++n) fetch_units<S, FloatUnit, V * W>(ahead.of(j + n));
     }
     Vec factor[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) factor[r] = S::fill(p[r * p_row + j / U::kValues]);
+    constexpr int A = kUnitsOfCodes<U, T> ? 4 : 2;
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v += 2) {
-      Vec a, b;
-      two_value_units<S, U>(rows, v * W, a, b);
+    for (int v = 0; v < V; v += A) {
+      Vec some[A];
+      if constexpr (A == 4) {
+        S::interleave_four(rows.first + v * W, rows.second + v * W, some);
+      } else {
+        two_value_units<S, U>(rows, v * W, some[0], some[1]);
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        x[r][v] = U::template dot<S>(x[r][v], factor[r], a);
-        x[r][v + 1] = U::template dot<S>(x[r][v + 1], factor[r], b);
+#pragma GCC unroll 4
+        for (int n = 0; n < A; ++n) x[r][v + n] = U::template dot<S>(x[r][v + n], factor[r], some[n]);
       }
     }
   }
@@ -290,7 +300,7 @@ POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const T* c
 // The same for any number of keys and columns. Values lie `offset` elements behind values_at.
 template <class S, class U, class T, int R>
 inline void few_values(const float* p, int64_t p_row, const T* const* values_at, int64_t offset, int64_t keys,
-                       bool fetches, int64_t dim, float* sums, int64_t columns) {
+                       Ahead<T> ahead, int64_t dim, float* sums, int64_t columns) {
   constexpr int kAtOnce = R > 2 && !kManyRegisters<S> ? 2 : R, N = 4;
   const int64_t whole = keys / U::kValues * U::kValues;
   int64_t done = 0;  // columns
@@ -298,8 +308,8 @@ inline void few_values(const float* p, int64_t p_row, const T* const* values_at,
     const auto columns_of = [&](auto vectors) {
       constexpr int V = vectors.value;
       for (; done + V * S::kLanes <= dim; done += V * S::kLanes) {
-        few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole, fetches, sums + done,
-                                         columns);
+        few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole,
+                                         Ahead<T>{ahead.rows, ahead.offset + done}, sums + done, columns);
       }
     };
     if constexpr (R < 4) columns_of(std::integral_constant<int, 8>());
@@ -314,9 +324,10 @@ inline void few_values(const float* p, int64_t p_row, const T* const* values_at,
       rows[n] = {at[0] + offset + done, U::kValues > 1 ? at[1] + offset + done : nullptr};
     }
     for (int r = 0; r < R; r += kAtOnce) {
-      const T* const* next = fetches && r == 0 ? values_at + j + S::kAheadRows : nullptr;
-      few_value_rows<S, U, T, kAtOnce, N>(p + r * p_row + j / U::kValues, p_row, rows, true, next,
-                                          offset + done, dim - done, sums + r * columns + done, columns);
+      const bool fetches = ahead.here() && r == 0;
+      few_value_rows<S, U, T, kAtOnce, N>(p + r * p_row + j / U::kValues, p_row, rows, true,
+                                          Ahead<T>{fetches ? ahead.rows + j : nullptr, ahead.offset + done},
+                                          dim - done, sums + r * columns + done, columns);
     }
   }
   for (; j < keys; j += U::kValues) {
@@ -325,8 +336,8 @@ inline void few_values(const float* p, int64_t p_row, const T* const* values_at,
     if (from == dim) continue;
     const ValueRows<T> rows[1] = {
         {values_at[j] + offset + from, pair ? values_at[j + 1] + offset + from : nullptr}};
-    few_value_rows<S, U, T, R, 1>(p + j / U::kValues, p_row, rows, !odd, nullptr, 0, dim - from, sums + from,
-                                  columns);
+    few_value_rows<S, U, T, R, 1>(p + j / U::kValues, p_row, rows, !odd, Ahead<T>{nullptr, 0}, dim - from,
+                                  sums + from, columns);
   }
 }
 

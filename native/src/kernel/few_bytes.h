@@ -2,7 +2,10 @@
 //
 // The other operand is rounded to 16 bits, as two planes of bytes: x = factor * (256 * high + low), the largest
 // of its row 127 * 256. Of queries a row is a query, of probabilities what a row has in up to kCodedTurn keys.
-// Codes c are met as c + 128, which the instruction wants unsigned; sums begin at what that adds too much.
+// Codes c are met as c + 128, which the instruction wants unsigned; what that adds is taken off the sums.
+//
+// Each instruction meets a key's codes, repeated, with both planes of one or two rows: so that nothing is
+// transposed but sums, and these once for eight keys.
 #pragma once
 
 #include "kernel/key_rows.h"
@@ -16,173 +19,214 @@ template <class S>
 concept MultipliesBytes = requires { typename S::Ints; };
 
 constexpr float kPlanes = 127 * 256;
-constexpr int kOfPlanes = 4;  // codes in a lane
+constexpr int kOfPlanes = 4;            // codes in a lane
+constexpr int64_t kMostOfPlanes = 512;  // whose joined sums 32 bits hold: 128 * 127 * 256 * 512 < 2^31
 
-// What turns sums of products with a row's planes into numbers, and where these sums begin.
+// What turns sums of products with a row's planes into numbers, and what is added to the sums before.
 struct Planes {
   float factor;
-  int32_t high, low;
+  int32_t start;
 };
 
-// Rounds n numbers to two planes; bytes up to a whole lane more are 0. x has whole vectors, 0 at their end.
+// Rounds n numbers to two planes; bytes up to a whole vector more are 0.
 template <class S>
 inline Planes split_planes(const float* x, int64_t n, int8_t* high, int8_t* low) {
-  typename S::Vec most = S::zero(), wrong = S::zero();
-  for (int64_t i = 0; i < n; i += S::kLanes) {
-    const typename S::Vec v = S::load(x + i);
-    most = S::max(most, S::abs(v));
-    wrong = S::fma(v, S::zero(), wrong);  // NaN for NaN and infinities
-  }
-  if (S::any_nan(wrong)) {  // all sums of such a row are NaN; no integer stands for its numbers
-    const size_t bytes = size_t(blocks_of(n, S::kLanes) * S::kLanes);
+  constexpr int W = S::kLanes;
+  const int64_t whole = n / W * W;
+  const auto at = [&](int64_t i) { return i < whole ? S::load(x + i) : S::load_some(x + i, int(n - i)); };
+  typename S::Ints most = S::ints(0);
+  for (int64_t i = 0; i < n; i += W) most = S::larger_size(most, at(i));
+  const float largest = S::largest_size(most), step = largest / kPlanes;
+  if (!(largest < kInfinity)) {  // all sums of such a row are NaN; no integer stands for its numbers
+    const size_t bytes = size_t(blocks_of(n, W) * W);
     std::memset(high, 0, bytes);
     std::memset(low, 0, bytes);
-    return {__builtin_nanf(""), 0, 0};
+    return {__builtin_nanf(""), 0};
   }
-  const float largest = S::largest(most), step = largest / kPlanes;
   // a smaller step has no reciprocal; what is as small is 0
   const float inverse = step >= 0x1p-126f ? 1.0f / step : 0.0f;
-  typename S::Ints sum_high = S::ints(0), sum_low = S::ints(0);
-  for (int64_t i = 0; i < n; i += S::kLanes)
-    S::split(S::mul(S::load(x + i), S::fill(inverse)), high + i, low + i, sum_high, sum_low);
-  return {step, -128 * S::sum_ints(sum_high), -128 * S::sum_ints(sum_low)};
+  typename S::Ints sum = S::ints(0);
+  for (int64_t i = 0; i < n; i += W) S::split(S::mul(at(i), S::fill(inverse)), high + i, low + i, sum);
+  return {step, -128 * S::sum_ints(sum)};
 }
 
-// Four query rows as few_byte_scores takes them, in the place of four rows of `units` floats: lane g of row r
-// lies at 8 g + 2 r, high before low, so that one address serves all; the rows' Planes are at the end.
-constexpr int kPlaneRows = 4;
+// Four query rows as few_byte_scores takes them, in the place of four rows of `units` floats: of eight columns
+// the high bytes and the low bytes of a row, then those of the next; the rows' Planes are at the end.
+constexpr int kPlaneRows = 4, kPlaneColumns = 8;
+constexpr int64_t kPlaneBlock = 2 * kPlaneRows * kPlaneColumns;
+constexpr int64_t kPlanePadding = 32;  // columns, of which those past the head dim are 0
 
 template <class S>
 inline void pack_bytes(const float* row, int64_t dim, float factor, float* out, int64_t units, int r) {
   float padded[kMaxHeadDim];
   pack_plain<S, FloatUnit>(row, 0, 1, dim, 1.0f, padded, 0);
-  int8_t high[kMaxHeadDim], low[kMaxHeadDim];
+  constexpr int64_t kMost = kMaxHeadDim + kPlanePadding;
+  int8_t high[kMost], low[kMost];
+  const int64_t columns = round_up(dim, kPlanePadding);
   Planes p = split_planes<S>(padded, dim, high, low);
   p.factor *= factor;
-  float* const block = out + r / kPlaneRows * kPlaneRows * units;
+  for (int64_t c = round_up(dim, S::kLanes); c < columns; ++c) high[c] = low[c] = 0;
+  char* const block = reinterpret_cast<char*>(out + r / kPlaneRows * kPlaneRows * units);
   const int place = r % kPlaneRows;
-  for (int64_t g = 0; g * kOfPlanes < dim; ++g) {
-    float* to = block + (g * kPlaneRows + place) * 2;
-    std::memcpy(to, high + g * kOfPlanes, kOfPlanes);
-    std::memcpy(to + 1, low + g * kOfPlanes, kOfPlanes);
+  for (int64_t c = 0; c < columns; c += kPlaneColumns) {
+    char* const to = block + c / kPlaneColumns * kPlaneBlock + place * 2 * kPlaneColumns;
+    std::memcpy(to, high + c, kPlaneColumns);
+    std::memcpy(to + kPlaneColumns, low + c, kPlaneColumns);
   }
-  std::memcpy(block + (units - 4) * kPlaneRows + place * 4, &p, sizeof p);
+  char* const end = block + kPlaneRows * units * int64_t{sizeof(float)};
+  std::memcpy(end - (kPlaneRows - place) * int64_t{sizeof p}, &p, sizeof p);
 }
 
-inline Planes planes_of(const float* block, int64_t units, int r) {
+inline Planes planes_of(const char* block, int64_t units, int r) {
   Planes p;
-  std::memcpy(&p, block + (units - 4) * kPlaneRows + r * 4, sizeof p);
+  const char* const end = block + kPlaneRows * units * int64_t{sizeof(float)};
+  std::memcpy(&p, end - (kPlaneRows - r) * int64_t{sizeof p}, sizeof p);
   return p;
 }
 
-// high * 256 + low as floats.
-template <class S>
-POLYATTN_INLINE typename S::Vec joined(typename S::Ints high, typename S::Ints low) {
-  return S::fma(S::floats(high), S::fill(256.0f), S::floats(low));
-}
+// Rows that share a vector of planes, and keys whose sums stay in registers.
+template <int R>
+constexpr int kTogetherRows = R < 2 ? 1 : 2;
+constexpr int kByteKeys = 8;
 
-// Adds the products of some lanes of W keys; all W lanes, and all of their bytes, if kWhole.
-template <class S, int R, bool kWhole>
-POLYATTN_INLINE void few_byte_lanes(const float* q, const int8_t* const* keys_at, int64_t offset,
-                                    bool fetches, int64_t bytes, typename S::Ints (&high)[R],
-                                    typename S::Ints (&low)[R]) {
-  constexpr int W = S::kLanes;
-  const int n = kWhole ? W * kOfPlanes : int(bytes), lanes = kWhole ? W : int(blocks_of(bytes, kOfPlanes));
-  if (fetches) {
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) __builtin_prefetch(keys_at[i + kAheadCodes] + offset, 0, S::kFetchHint);
+// sums[g] = those of the g-th rows with eight keys, as S::sum_keys has them.
+template <class S, int R>
+POLYATTN_INLINE void few_byte_products(const typename S::Ints (*query)[R / kTogetherRows<R>],
+                                       const int8_t* const (&key)[kByteKeys], int64_t dim,
+                                       typename S::Ints (&sums)[R / kTogetherRows<R>]) {
+  using Ints = typename S::Ints;
+  constexpr int P = kTogetherRows<R>, G = R / P, M = kByteKeys, kCodes = 32 / P;
+  Ints lanes[G][M];
+#pragma GCC unroll 2
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) lanes[g][m] = S::ints(0);
   }
-  typename S::Vec codes[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) codes[i] = S::unsigned_bytes(keys_at[i] + offset, n);
-  S::transpose(codes);
-#pragma GCC unroll 16
-  for (int g = 0; g < W; ++g) {
-    if (!kWhole && g >= lanes) break;
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const float* at = q + (g * kPlaneRows + r) * 2;
-      high[r] = S::dot_bytes(high[r], codes[g], at);
-      low[r] = S::dot_bytes(low[r], codes[g], at + 1);
+  int64_t h = 0;
+  for (; h + kCodes <= dim; h += kCodes, ++query) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Ints codes = S::template repeated_bytes<P>(key[m] + h);
+#pragma GCC unroll 2
+      for (int g = 0; g < G; ++g) lanes[g][m] = S::dot_bytes(lanes[g][m], codes, (*query)[g]);
     }
   }
+  if (h < dim) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      int8_t last[kCodes] = {};
+      std::memcpy(last, key[m] + h, size_t(dim - h));
+      const Ints codes = S::template repeated_bytes<P>(last);
+#pragma GCC unroll 2
+      for (int g = 0; g < G; ++g) lanes[g][m] = S::dot_bytes(lanes[g][m], codes, (*query)[g]);
+    }
+  }
+#pragma GCC unroll 2
+  for (int g = 0; g < G; ++g) sums[g] = S::sum_keys(lanes[g]);
 }
 
 // scores[r * row + j] = q_r . code_j * scales[j] for R rows and `keys` keys; see few_scores. Whole vectors of
 // keys are read: there are rows behind the last.
 template <class S, int R>
 inline void few_byte_scores(const float* q, int64_t units, const int8_t* const* keys_at, int64_t offset,
-                            int64_t keys, bool fetches, int64_t dim, const float* scales, float* scores,
-                            int64_t row) {
-  constexpr int W = S::kLanes, kAtOnce = W * kOfPlanes;
-  Planes planes[R];
-  for (int r = 0; r < R; ++r) planes[r] = planes_of(q, units, r);
-  for (int64_t j = 0; j < keys; j += W) {
-    typename S::Ints high[R], low[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      high[r] = S::ints(planes[r].high);
-      low[r] = S::ints(planes[r].low);
+                            int64_t keys, Ahead<int8_t> ahead, int64_t dim, const float* scales,
+                            float* scores, int64_t row) {
+  using Ints = typename S::Ints;
+  constexpr int W = S::kLanes, P = kTogetherRows<R>, G = R / P, M = kByteKeys, kCodes = 32 / P;
+  static_assert(W == 2 * M);
+  const char* const block = reinterpret_cast<const char*>(q);
+  Ints query[(kMaxHeadDim + kPlanePadding) / kCodes][G];
+  for (int64_t h = 0; h < dim; h += kCodes) {
+    for (int g = 0; g < G; ++g) {
+      const char* const from = block + h / kPlaneColumns * kPlaneBlock + g * P * 2 * kPlaneColumns;
+      query[h / kCodes][g] = S::template query_planes<P>(from);
     }
-    int64_t h = 0;
-    for (; h + kAtOnce <= dim; h += kAtOnce)
-      few_byte_lanes<S, R, true>(q + h * 2, keys_at + j, offset + h, fetches, kAtOnce, high, low);
-    if (h < dim) few_byte_lanes<S, R, false>(q + h * 2, keys_at + j, offset + h, fetches, dim - h, high, low);
+  }
+  Planes planes[R];
+  for (int r = 0; r < R; ++r) planes[r] = planes_of(block, units, r);
+  for (int64_t j = 0; j < keys; j += W) {
+    Ints sums[2][G];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const int8_t* key[M];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        key[m] = keys_at[j + i * M + m] + offset;
+        if (!ahead.here()) continue;
+        const int8_t* const next = ahead.of(j + i * M + m);
+        for (int64_t h = 0; h < dim; h += 64) __builtin_prefetch(next + h, 0, S::kFetchHint);
+      }
+      few_byte_products<S, R>(query, key, dim, sums[i]);
+    }
     const typename S::Vec scale = S::load(scales + j);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
+    const auto put = [&](int r, Ints sum) {
       const typename S::Vec factor = S::mul(scale, S::fill(planes[r].factor));
-      S::store(scores + r * row + j, S::mul(joined<S>(high[r], low[r]), factor));
+      const typename S::Vec whole = S::floats(S::add_ints(sum, S::ints(planes[r].start)));
+      S::store(scores + r * row + j, S::mul(whole, factor));
+    };
+#pragma GCC unroll 2
+    for (int g = 0; g < G; ++g) {
+      Ints first, second;
+      S::part_keys(sums[0][g], sums[1][g], first, second);
+      put(g * P, P == 1 ? S::add_ints(first, second) : first);
+      if (P == 2) put(g * P + 1, second);
     }
   }
 }
 
-// Adds the products of up to 64 columns, whose sums are in the order of S::interleave_bytes.
-template <class S, int R>
+// Adds the products of up to 64 columns, V vectors of them at a time, in the order of S::interleave_bytes.
+template <class S, int R, bool kWhole>
 POLYATTN_INLINE void few_byte_columns(const int8_t (&high)[R][kCodedTurn], const int8_t (&low)[R][kCodedTurn],
                                       const Planes (&planes)[R], const int8_t* const* values_at,
-                                      const int8_t* const* next, int64_t offset, int64_t keys,
-                                      int64_t columns, float* sums, int64_t row) {
+                                      Ahead<int8_t> ahead, int64_t offset, int64_t keys, int64_t columns,
+                                      float* sums, int64_t row) {
   using Vec = typename S::Vec;
   using Ints = typename S::Ints;
+  constexpr int V = R > 2 ? 2 : 4;  // there are registers for sums of 2 x R x V
   Vec found[R][4];
 #pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    Ints h[R][2], l[R][2];
+  for (int first = 0; first < 4; first += V) {
+    Ints h[R][V], l[R][V];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      h[r][0] = h[r][1] = S::ints(planes[r].high);
-      l[r][0] = l[r][1] = S::ints(planes[r].low);
+#pragma GCC unroll 4
+      for (int n = 0; n < V; ++n) {
+        h[r][n] = S::ints(0);
+        l[r][n] = S::ints(planes[r].start);
+      }
     }
     for (int64_t j = 0; j < keys; j += kOfPlanes) {
       const int8_t* rows[kOfPlanes];
 #pragma GCC unroll 4
       for (int i = 0; i < kOfPlanes; ++i) {
         rows[i] = values_at[j + i] + offset;
-        if (next && half == 0) __builtin_prefetch(next[j + i] + offset, 0, S::kFetchHint);
+        if (ahead.here() && first == 0) __builtin_prefetch(ahead.of(j + i), 0, S::kFetchHint);
       }
-      Vec codes[2];
-      S::interleave_bytes(rows, int(columns), half, codes[0], codes[1]);
+      Ints codes[V];
+      S::template interleave_bytes<V>(rows, kWhole ? 64 : int(columns), first / V, codes);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-        for (int n = 0; n < 2; ++n) {
-          h[r][n] = S::dot_bytes(h[r][n], codes[n], high[r] + j);
-          l[r][n] = S::dot_bytes(l[r][n], codes[n], low[r] + j);
+        const Ints upper = S::four_bytes(high[r] + j), lower = S::four_bytes(low[r] + j);
+#pragma GCC unroll 4
+        for (int n = 0; n < V; ++n) {
+          h[r][n] = S::dot_bytes(h[r][n], codes[n], upper);
+          l[r][n] = S::dot_bytes(l[r][n], codes[n], lower);
         }
       }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) found[r][2 * half + n] = joined<S>(h[r][n], l[r][n]);
+#pragma GCC unroll 4
+      for (int n = 0; n < V; ++n) found[r][first + n] = S::floats(S::joined(h[r][n], l[r][n]));
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     S::in_order(found[r]);
     const Vec factor = S::fill(planes[r].factor);
-    for (int n = 0; n < 4 && n * S::kLanes < columns; ++n) {
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      if (!kWhole && n * S::kLanes >= columns) break;
       float* to = sums + r * row + n * S::kLanes;
       S::store(to, S::fma(found[r][n], factor, S::load(to)));
     }
@@ -193,19 +237,21 @@ POLYATTN_INLINE void few_byte_columns(const int8_t (&high)[R][kCodedTurn], const
 // rows up to a multiple of four.
 template <class S, int R>
 inline void few_byte_values(const float* p, int64_t p_row, const int8_t* const* values_at, int64_t offset,
-                            int64_t keys, bool fetches, int64_t dim, float* sums, int64_t columns) {
+                            int64_t keys, Ahead<int8_t> ahead, int64_t dim, float* sums, int64_t columns) {
   alignas(64) int8_t high[R][kCodedTurn], low[R][kCodedTurn];
   Planes planes[R];
-  for (int r = 0; r < R; ++r) {
-    alignas(64) float own[kCodedTurn] = {};
-    std::memcpy(own, p + r * p_row, size_t(keys) * sizeof(float));
-    planes[r] = split_planes<S>(own, keys, high[r], low[r]);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) planes[r] = split_planes<S>(p + r * p_row, keys, high[r], low[r]);
+  constexpr int64_t kColumns = S::kLanes * kOfPlanes;
+  int64_t c = 0;
+  for (; c + kColumns <= dim; c += kColumns) {
+    few_byte_columns<S, R, true>(high, low, planes, values_at, ahead, offset + c, keys, kColumns, sums + c,
+                                 columns);
+    ahead.offset += kColumns;
   }
-  constexpr int kColumns = S::kLanes * kOfPlanes;
-  for (int64_t c = 0; c < dim; c += kColumns) {
-    const int8_t* const* next = fetches ? values_at + kAheadCodes : nullptr;
-    few_byte_columns<S, R>(high, low, planes, values_at, next, offset + c, keys,
-                           smaller<int64_t>(dim - c, kColumns), sums + c, columns);
+  if (c < dim) {
+    few_byte_columns<S, R, false>(high, low, planes, values_at, ahead, offset + c, keys, dim - c, sums + c,
+                                  columns);
   }
 }
 

@@ -57,9 +57,12 @@ class FewRows {
       const Workspace own = w.of(d_, i);
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
+      const C* next[kTile];
+      const Ahead<C> ahead =
+          ahead_of(at, offset, items[0].kv_head * a_.k.head, a_.head_dim, here, i, count, next);
       by_few(own.strips[0].count, [&](auto rows, int r) {
-        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, r == 0, own.key_scales + place,
-                           own.scores + r * kScoreRow + tile.first + from);
+        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, r == 0 ? ahead : Ahead<C>{nullptr, 0},
+                           own.key_scales + place, own.scores + r * kScoreRow + tile.first + from);
       });
     });
     for (int i = 0; i < count; ++i) {
@@ -77,16 +80,21 @@ class FewRows {
       const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + (tile.j0 - begin) + from;
       const float* p = own.scores + (tile.first + from) / U::kValues;
       const int64_t offset = items[i].kv_head * a_.v.head;
+      const C* next[kTile];
+      const Ahead<C> ahead =
+          ahead_of(at, offset, items[0].kv_head * a_.v.head, a_.value_dim, here, i, count, next);
       by_few(own.strips[0].count, [&](auto rows, int r) {
         constexpr int R = rows.value;
         const float* some = p + r * kScoreRow;
         float* out = own.out + r * d_.v_columns;
         if constexpr (kBytes) {
           if (bytes())
-            return few_byte_values<S, R>(some, kScoreRow, at, offset, here, r == 0, a_.value_dim, out,
+            return few_byte_values<S, R>(some, kScoreRow, at, offset, here,
+                                         r == 0 ? ahead : Ahead<C>{nullptr, 0}, a_.value_dim, out,
                                          d_.v_columns);
         }
-        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, r == 0, a_.value_dim, out, d_.v_columns);
+        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, r == 0 ? ahead : Ahead<C>{nullptr, 0},
+                               a_.value_dim, out, d_.v_columns);
       });
     });
   }
@@ -94,18 +102,33 @@ class FewRows {
  private:
   // Codes that may be multiplied as bytes; whether a call's are.
   static constexpr bool kBytes = std::is_same_v<C, int8_t> && U::kValues == 1 && MultipliesBytes<S>;
-  bool bytes() const { return !a_.quantised.exact; }
+  bool bytes() const { return !a_.quantised.exact && a_.head_dim <= kMostOfPlanes; }
+
+  // What item i of `count` fetches while it meets `keys` keys. Items that walk together, whose heads lie side by
+  // side, fetch what all of them meet later from end to end, as memory likes it.
+  POLYATTN_INLINE Ahead<C> ahead_of(const C* const* at, int64_t offset, int64_t first, int64_t dim,
+                                    int64_t keys, int i, int count, const C** own) const {
+    constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
+    if (count == 1) return {at + kAhead, offset};
+    int64_t row = keys * i / count, head = keys * i % count;
+    for (int64_t j = 0; j < keys; ++j) {
+      own[j] = at[kAhead + row] + head * dim;
+      if (++head == count) head = 0, ++row;
+    }
+    for (int64_t j = keys; j < round_up(keys, S::kLanes); ++j) own[j] = own[keys - 1];
+    return {own, first};
+  }
 
   // Scores of R rows, with the keys' scales in them.
   template <int R>
-  POLYATTN_INLINE void scores(const float* q, const C* const* at, int64_t offset, int64_t keys, bool fetches,
-                              const float* scales, float* to) const {
+  POLYATTN_INLINE void scores(const float* q, const C* const* at, int64_t offset, int64_t keys,
+                              Ahead<C> ahead, const float* scales, float* to) const {
     if constexpr (kBytes) {
       if (bytes())
-        return few_byte_scores<S, R>(q, d_.q_units, at, offset, keys, fetches, a_.head_dim, scales, to,
+        return few_byte_scores<S, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, scales, to,
                                      kScoreRow);
     }
-    few_scores<S, U, C, R>(q, d_.q_units, at, offset, keys, fetches, a_.head_dim, to, kScoreRow);
+    few_scores<S, U, C, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, to, kScoreRow);
     if constexpr (kCoded<C>) {
       for (int r = 0; r < R; ++r) scale_columns<S>(to + r * kScoreRow, scales, keys);
     }

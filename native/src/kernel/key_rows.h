@@ -14,22 +14,32 @@ constexpr int64_t kTogetherKeys = 2 * kTile;
 constexpr int64_t kAheadCodes = 64;
 constexpr int64_t kLocatedRows = kChunkKeys + kAheadCodes;
 
+// What is fetched while some keys are met: a row for each, `offset` elements further. None if `rows` is null.
+template <class T>
+struct Ahead {
+  const T* const* rows;
+  int64_t offset;
+
+  bool here() const { return rows != nullptr; }
+  const T* of(int64_t j) const { return rows[j] + offset; }
+};
+
 // The rows of keys `begin` to `end` - 1 of the first head, no more than kLocatedRows; then repeats of the last.
 template <class T>
 inline void locate(const Arguments& a, const Array& x, const Sequence& q, int64_t begin, int64_t end,
                    const T** rows) {
   const T* const base = static_cast<const T*>(x.data);
-  const int64_t count = smaller(end - begin, kLocatedRows);
+  const int64_t count = smaller(end - begin, kLocatedRows), stride = x.row;
   if (!a.pages.table) {
-    const T* row = base + q.b * x.batch + (q.kv_base + begin) * x.row;
-    for (int64_t j = 0; j < count; ++j, row += x.row) rows[j] = row;
+    const T* const row = base + q.b * x.batch + (q.kv_base + begin) * stride;
+    for (int64_t j = 0; j < count; ++j) rows[j] = row + j * stride;
   } else {
     const int64_t* table = a.pages.table + q.b * a.pages.row;
     int64_t page = begin / a.pages.page_size, within = begin - page * a.pages.page_size;
     for (int64_t j = 0; j < count; ++page, within = 0) {
       const int64_t run = smaller(count - j, a.pages.page_size - within);
-      const T* row = base + table[page] * x.batch + within * x.row;
-      for (const int64_t stop = j + run; j < stop; ++j, row += x.row) rows[j] = row;
+      const T* row = base + table[page] * x.batch + within * stride;
+      for (const int64_t stop = j + run; j < stop; ++j, row += stride) rows[j] = row;
     }
   }
   for (int64_t j = count; j < kLocatedRows; ++j) rows[j] = rows[count - 1];

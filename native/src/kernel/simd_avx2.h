@@ -130,11 +130,6 @@ struct Simd {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
   }
-  static POLYATTN_INLINE float largest(Vec a) {
-    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
-  }
   static POLYATTN_INLINE Vec ramp() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 
   // 2^x: 0 below the normal numbers and for -inf, NaN for NaN.

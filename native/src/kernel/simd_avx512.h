@@ -108,7 +108,6 @@ struct Simd {
   static POLYATTN_INLINE int64_t sum_tally(Tally t) { return _mm512_reduce_add_epi32(t); }
   static POLYATTN_INLINE bool any_nan(Vec a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
   static POLYATTN_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a); }
-  static POLYATTN_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a); }
   static POLYATTN_INLINE Vec ramp() {
     return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   }

@@ -152,19 +152,36 @@ struct Simd {
       return float_of(high << 16 | low);
     });
   }
+  static POLYATTN_INLINE void two_unit_codes(const F8* p, Vec& a, Vec& b) {
+    a = unit_codes(p, 2 * kLanes);
+    b = unit_codes(p + 2 * kLanes, 2 * kLanes);
+  }
+  static POLYATTN_INLINE void interleave_four(const F8* a, const F8* b, Vec (&x)[4]) {
+    for (int i = 0; i < 4; ++i) x[i] = interleave(a + i * kLanes, b + i * kLanes, kLanes);
+  }
   static POLYATTN_INLINE void interleave_two(const F8* a, const F8* b, Vec& low, Vec& high) {
     low = interleave(a, b, kLanes);
     high = interleave(a + kLanes, b + kLanes, kLanes);
   }
 
-  // Sums of four products of bytes; see simd_avx512bf16.h.
+  // Sums of four products of bytes, or bytes; see simd_avx512bf16.h.
   struct Ints {
     uint32_t x[kLanes];
   };
-  static POLYATTN_INLINE Ints ints(int32_t x) {
+  template <class F>
+  static POLYATTN_INLINE Ints each_int(F f) {
     Ints y;
-    for (uint32_t& lane : y.x) lane = uint32_t(x);
+    for (int i = 0; i < kLanes; ++i) y.x[i] = f(i);
     return y;
+  }
+  static POLYATTN_INLINE Ints ints(int32_t x) {
+    return each_int([&](int) { return uint32_t(x); });
+  }
+  static POLYATTN_INLINE Ints add_ints(Ints a, Ints b) {
+    return each_int([&](int i) { return a.x[i] + b.x[i]; });
+  }
+  static POLYATTN_INLINE Ints joined(Ints high, Ints low) {
+    return each_int([&](int i) { return (high.x[i] << 8) + low.x[i]; });
   }
   static POLYATTN_INLINE Vec floats(Ints x) {
     return each([&](int i) { return float(int32_t(x.x[i])); });
@@ -174,45 +191,83 @@ struct Simd {
     for (const uint32_t lane : x.x) sum += lane;
     return int32_t(sum);
   }
-  static POLYATTN_INLINE Ints dot_bytes(Ints sum, Vec bytes, const void* four) {
-    int8_t other[4];
-    std::memcpy(other, four, 4);
+  static POLYATTN_INLINE Ints larger_size(Ints most, Vec x) {
+    return each_int([&](int i) {
+      const uint32_t size = bits_of(x.x[i]) & 0x7fffffffu;
+      return size > most.x[i] ? size : most.x[i];
+    });
+  }
+  static POLYATTN_INLINE float largest_size(Ints most) {
+    uint32_t size = 0;
+    for (const uint32_t lane : most.x) size = lane > size ? lane : size;
+    return float_of(size);
+  }
+  static POLYATTN_INLINE Ints dot_bytes(Ints sum, Ints bytes, Ints others) {
     for (int i = 0; i < kLanes; ++i) {
-      const uint32_t lane = bits_of(bytes.x[i]);
-      for (int n = 0; n < 4; ++n) sum.x[i] += uint32_t(int32_t(lane >> 8 * n & 0xff) * other[n]);
+      for (int n = 0; n < 4; ++n) {
+        sum.x[i] += uint32_t(int32_t(bytes.x[i] >> 8 * n & 0xff) * int8_t(others.x[i] >> 8 * n));
+      }
     }
     return sum;
   }
-  static POLYATTN_INLINE Vec unsigned_bytes(const int8_t* p, int n) {
-    uint8_t bytes[64];
-    for (int i = 0; i < 64; ++i) bytes[i] = uint8_t((i < n ? uint8_t(p[i]) : 0) ^ 0x80);
-    Vec x;
-    std::memcpy(x.x, bytes, sizeof bytes);
+  static POLYATTN_INLINE Ints four_bytes(const void* p) {
+    uint32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return each_int([&](int) { return four; });
+  }
+  template <int R>
+  static POLYATTN_INLINE Ints repeated_bytes(const int8_t* p) {
+    Ints x;
+    for (int i = 0; i < 2 * R; ++i) std::memcpy(x.x + i * 8 / R, p, 32 / R);
+    return each_int([&](int i) { return x.x[i] ^ 0x80808080u; });
+  }
+  template <int R>
+  static POLYATTN_INLINE Ints query_planes(const char* block) {
+    Ints x;
+    for (int i = 0; i < kLanes; ++i) {
+      const int plane = i / 8, row = R == 2 ? i % 8 / 4 : 0, part = R == 2 ? i % 4 : i % 8;
+      std::memcpy(x.x + i, block + part / 2 * 64 + row * 16 + plane * 8 + part % 2 * 4, 4);
+    }
     return x;
   }
-  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low, Ints& sum_high, Ints& sum_low) {
+  static POLYATTN_INLINE Ints sum_keys(const Ints (&x)[8]) {
+    return each_int([&](int i) {
+      const Ints& key = x[i / 8 * 4 + i % 4];
+      uint32_t high = 0, low = 0;
+      for (int part = 0; part < 4; ++part) {
+        high += key.x[i % 8 / 4 * 4 + part];
+        low += key.x[8 + i % 8 / 4 * 4 + part];
+      }
+      return (high << 8) + low;
+    });
+  }
+  static POLYATTN_INLINE void part_keys(Ints early, Ints late, Ints& first, Ints& second) {
+    const auto half = [&](int from) {
+      return each_int([&](int i) { return (i < 8 ? early : late).x[i % 8 / 4 * 8 + from + i % 4]; });
+    };
+    first = half(0);
+    second = half(4);
+  }
+  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low, Ints& sum) {
     for (int i = 0; i < kLanes; ++i) {
-      const float size = float_of(bits_of(x.x[i]) & 0x7fffffffu);
-      const int whole = size <= 32767.0f ? int(__builtin_rintf(x.x[i])) : 0;  // what is NaN means nothing
-      const int h = (whole + 128) >> 8, l = whole - h * 256;
+      const int whole = int(__builtin_rintf(x.x[i])), h = (whole + 128) >> 8;
       high[i] = int8_t(h);
-      low[i] = int8_t(l);
-      sum_high.x[i] += uint32_t(h);
-      sum_low.x[i] += uint32_t(l);
+      low[i] = int8_t(whole - h * 256);
+      sum.x[i] += uint32_t(whole);
     }
   }
-  static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int half, Vec& a,
-                                               Vec& b) {
-    Vec* const to[] = {&a, &b};
-    for (int v = 0; v < 2; ++v) {
-      *to[v] = each([&](int i) {
-        const int column = i / 4 * 16 + 8 * half + 4 * v + i % 4;
+  template <int V>
+  static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int part,
+                                               Ints (&to)[V]) {
+    for (int v = 0; v < V; ++v) {
+      to[v] = each_int([&](int i) {
+        const int column = i / 4 * 16 + 4 * (V * part + v) + i % 4;
         uint32_t lane = 0;
         for (int r = 0; r < 4; ++r) {
           const uint32_t code = column < n ? uint8_t(rows[r][column]) : 0;
           lane |= (code ^ 0x80u) << 8 * r;
         }
-        return float_of(lane);
+        return lane;
       });
     }
   }
@@ -221,12 +276,6 @@ struct Simd {
     for (int c = 0; c < 64; ++c) y[c / 16].x[c % 16] = x[c % 16 / 4].x[c / 16 * 4 + c % 4];
     for (int i = 0; i < 4; ++i) x[i] = y[i];
   }
-  static POLYATTN_INLINE float largest(Vec a) {
-    float most = a.x[0];
-    for (const float x : a.x) most = x > most ? x : most;
-    return most;
-  }
-
   // Units of two bfloat16; see simd_avx512bf16.h.
   static POLYATTN_INLINE float unit(float low, float high) {
     BF16 first, second;

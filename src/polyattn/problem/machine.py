@@ -124,12 +124,14 @@ _IMPLIED = {
     "fma": ("avx",), "f16c": ("avx",), "avx2": ("avx", "fma", "f16c", "bmi2"),
     "avx512f": ("avx2", "avx512bw", "avx512dq", "avx512vl"), "avx512bw": ("avx512f",),
     "avx512dq": ("avx512f",), "avx512vl": ("avx512f",), "avx512_vnni": ("avx512f",),
-    "avx512_bf16": ("avx512_vnni",), "avx512_fp16": ("avx512_bf16",), "avx_vnni": ("avx2",),
+    "avx512vbmi": ("avx512_vnni",), "avx512_bf16": ("avx512vbmi",), "avx512_fp16": ("avx512_bf16",), "avx_vnni": ("avx2",),
     "amx_tile": ("avx512_bf16",), "amx_bf16": ("amx_tile",), "amx_int8": ("amx_tile",),
     "amx_fp16": ("amx_tile",), "bf16": ("neon",), "i8mm": ("neon",), "sve": ("neon",),
     "sve2": ("sve",), "sme": ("sve2",),
 }  # fmt: skip
-"""What every processor with an instruction set has beside it; avx512f as from Skylake-X on."""
+"""What every processor with an instruction set has beside it; avx512f as from Skylake-X on.
+
+Only Cooper Lake has avx512_bf16 and no avx512vbmi."""
 
 
 def _with_implied(named: frozenset[str] | None) -> frozenset[str] | None:
