@@ -165,6 +165,21 @@ def test_every_code_means_its_number(name: str) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("dim", [1, 31, 512, 513, 1024])
+def test_sums_of_the_largest_codes_hold(name: str, dim: int, rows: int) -> None:
+    q = torch.ones(1, 1, rows, dim, dtype=torch.bfloat16)
+    k, v = (torch.full((1, 40, 1, dim), code, dtype=torch.int8) for code in (-127, 127))
+    k[:, 17] = 127
+    scales = torch.full((1, 1, 1), 2.0**-7)
+    _, lse = quantized_attention(
+        q, k, v, scales, scales, block_size=64, scale=1 / dim, return_lse=True, backend=name
+    )
+    wanted = torch.logsumexp(k[0, :, 0, 0].double() / 128, 0)
+    torch.testing.assert_close(lse.double(), wanted.expand(1, rows, 1), rtol=1e-3, atol=1e-3)
+
+
+@every_backend
 def test_a_nan_reaches_the_rows_that_see_it(name: str) -> None:
     k, v, ks, vs = codes("float8_e4m3fn")
     q = normal(B, 20, N, H)
