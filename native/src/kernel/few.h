@@ -68,19 +68,6 @@ POLYATTN_INLINE void two_key_units(const T* key, typename S::Vec& a, typename S:
   }
 }
 
-// Adds the products of a key's units from `u` on: those that fill no two vectors.
-template <class S, class U, class T, int R, int M>
-__attribute__((noinline)) void few_last_products(const float* q, int64_t q_row, const T* const (&key)[M],
-                                                 int64_t u, int64_t dim, typename S::Vec (&sums)[R][M]) {
-  const int64_t units = blocks_of(dim, U::kValues);
-  for (; u < units; u += S::kLanes) {
-    for (int m = 0; m < M; ++m) {
-      const typename S::Vec k = load_units<S, U>(key[m] + u * U::kValues, dim - u * U::kValues);
-      for (int r = 0; r < R; ++r) sums[r][m] = U::template dot<S>(sums[r][m], S::load(q + r * q_row + u), k);
-    }
-  }
-}
-
 // Whether there are registers for the sums of several keys, or of several columns, at once.
 template <class S>
 constexpr bool kManyRegisters = S::kColumnBlock >= 4;
@@ -92,6 +79,32 @@ POLYATTN_INLINE void fetch_units(const T* p) {
   const char* const at = reinterpret_cast<const char*>(p);
 #pragma GCC unroll 8
   for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, S::kFetchHint);
+}
+
+// Adds the products of a key's units from `u` on: those that fill no two vectors.
+template <class S, class U, class T, int R, int M>
+POLYATTN_INLINE void few_last_products(const float* q, int64_t q_row, const T* const (&key)[M], int64_t u,
+                                       int64_t dim, typename S::Vec (&sums)[R][M]) {
+  for (; u * U::kValues < dim; u += S::kLanes) {
+    typename S::Vec last[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      last[m] = load_units<S, U>(key[m] + u * U::kValues, dim - u * U::kValues);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const typename S::Vec x = S::load(q + r * q_row + u);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sums[r][m] = U::template dot<S>(sums[r][m], x, last[m]);
+    }
+  }
+}
+
+// The same out of line: else the loop before it has fewer registers for its sums.
+template <class S, class U, class T, int R, int M>
+__attribute__((noinline)) void few_last_apart(const float* q, int64_t q_row, const T* const (&key)[M],
+                                              int64_t u, int64_t dim, typename S::Vec (&sums)[R][M]) {
+  few_last_products<S, U, T, R, M>(q, q_row, key, u, dim, sums);
 }
 
 // The products of M keys with R query rows, lane by lane; sums[r][m]. `next`: what is fetched meanwhile.
@@ -130,7 +143,11 @@ POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* const 
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) sums[r][m] = S::add(sums[r][m], odd[r][m]);
   }
-  if (u * U::kValues < dim) few_last_products<S, U, T, R, M>(q, q_row, key, u, dim, sums);
+  if constexpr (kManyRegisters<S>) {
+    few_last_products<S, U, T, R, M>(q, q_row, key, u, dim, sums);
+  } else if (u * U::kValues < dim) {
+    few_last_apart<S, U, T, R, M>(q, q_row, key, u, dim, sums);
+  }
 }
 
 // scores[r * row + j] = q_r . key_j for R rows and `keys` keys, which lie `offset` elements behind keys_at.

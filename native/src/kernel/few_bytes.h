@@ -114,9 +114,7 @@ POLYATTN_INLINE void few_byte_products(const typename S::Ints (*query)[R / kToge
   if (h < dim) {
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      int8_t last[kCodes] = {};
-      std::memcpy(last, key[m] + h, size_t(dim - h));
-      const Ints codes = S::template repeated_bytes<P>(last);
+      const Ints codes = S::template some_repeated_bytes<P>(key[m] + h, int(dim - h));
 #pragma GCC unroll 2
       for (int g = 0; g < G; ++g) lanes[g][m] = S::dot_bytes(lanes[g][m], codes, (*query)[g]);
     }

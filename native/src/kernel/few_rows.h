@@ -110,9 +110,10 @@ class FewRows {
                                     int64_t keys, int i, int count, const C** own) const {
     constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
     if (count == 1) return {at + kAhead, offset};
+    constexpr int64_t kAheadTogether = kCoded<C> && !kBytes ? kTurn<S> : kAhead;
     int64_t row = keys * i / count, head = keys * i % count;
     for (int64_t j = 0; j < keys; ++j) {
-      own[j] = at[kAhead + row] + head * dim;
+      own[j] = at[kAheadTogether + row] + head * dim;
       if (++head == count) head = 0, ++row;
     }
     for (int64_t j = keys; j < round_up(keys, S::kLanes); ++j) own[j] = own[keys - 1];
@@ -168,7 +169,7 @@ class FewRows {
   // Calls `each` for all visited tiles in turn: with an item, a tile, the first of its keys and how many.
   template <class Each>
   static POLYATTN_INLINE void walk(const Visit* visits, int count, int64_t begin, Each each) {
-    const int turn = count > 1 && !kCoded<C> ? kTurn<S> : kTile;
+    const int turn = count > 1 && !kBytes ? kTurn<S> : kTile;
     int at[kMostTogether] = {};
     for (int64_t j = begin; j < begin + kChunkKeys; j += kTile) {
       int keys = 0;

@@ -22,9 +22,7 @@ POLYATTN_INLINE typename S::Vec load_units(const T* p, int64_t valid) {
     return S::unit_codes(p, int(smaller(larger<int64_t>(valid, 0), kWanted)));
   } else {
     if (valid >= kWanted) return S::load(reinterpret_cast<const float*>(p));
-    float units[S::kLanes] = {};
-    if (valid > 0) std::memcpy(units, p, size_t(valid) * sizeof(T));
-    return S::load(units);
+    return S::some_units(p, int(larger<int64_t>(valid, 0)));
   }
 }
 

@@ -85,6 +85,13 @@ struct PairSimd : Simd {
     if constexpr (R == 2) return unsign(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)));
     return unsign(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)));
   }
+  // The same of the first n codes, no more than there are; what stands for the others is 128.
+  template <int R>
+  static POLYATTN_INLINE Ints some_repeated_bytes(const int8_t* p, int n) {
+    const __mmask32 valid = (__mmask32{1} << n) - 1;
+    if constexpr (R == 2) return unsign(_mm512_broadcast_i32x4(_mm_maskz_loadu_epi8(__mmask16(valid), p)));
+    return unsign(_mm512_broadcast_i64x4(_mm256_maskz_loadu_epi8(valid, p)));
+  }
   // The planes of R rows in the lanes that meet such codes, from blocks of pack_bytes: the high ones of all
   // columns of the first row and then of the second, or of the first half of them and then of the second; then
   // the low ones.
@@ -152,6 +159,10 @@ struct PairSimd : Simd {
     x[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
   }
 
+  // Units of the first n elements, no more than there are; the others are 0.
+  static POLYATTN_INLINE Vec some_units(const BF16* p, int n) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32{1} << n) - 1, p));
+  }
   static POLYATTN_INLINE Vec dot_pairs(Vec sum, Vec a, Vec b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
   }

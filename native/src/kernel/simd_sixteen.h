@@ -222,6 +222,12 @@ struct Simd {
     return each_int([&](int i) { return x.x[i] ^ 0x80808080u; });
   }
   template <int R>
+  static POLYATTN_INLINE Ints some_repeated_bytes(const int8_t* p, int n) {
+    int8_t codes[32] = {};
+    std::memcpy(codes, p, size_t(n));
+    return repeated_bytes<R>(codes);
+  }
+  template <int R>
   static POLYATTN_INLINE Ints query_planes(const char* block) {
     Ints x;
     for (int i = 0; i < kLanes; ++i) {
@@ -282,6 +288,11 @@ struct Simd {
     from_float(low, &first);
     from_float(high, &second);
     return float_of(uint32_t{second.bits} << 16 | first.bits);
+  }
+  static POLYATTN_INLINE Vec some_units(const BF16* p, int n) {
+    Vec x{};
+    if (n > 0) std::memcpy(x.x, p, size_t(n) * sizeof *p);
+    return x;
   }
   static POLYATTN_INLINE Vec dot_pairs(Vec sum, Vec a, Vec b) {
     return each([&](int i) {
