@@ -1,4 +1,4 @@
-// AVX-512 with dot products of bfloat16 and of bytes (Zen 4, Cooper Lake, Sapphire Rapids and later).
+// AVX-512 with dot products of bfloat16 and of bytes, and VBMI (Zen 4, Sapphire Rapids and later).
 #define POLYATTN_NAMESPACE avx512bf16
 #define POLYATTN_REGISTER(x) "+v"(x)
 

@@ -1,4 +1,4 @@
-// AVX-512 with the dot products of bfloat16 pairs and of bytes (every processor with the first has the second).
+// AVX-512 with the dot products of bfloat16 pairs and of bytes, and permutations of bytes (VBMI).
 #pragma once
 
 #include "kernel/simd_avx512.h"
