@@ -21,7 +21,7 @@ from polyattn.selection.evidence.shipped import SCHEMA, parse
 from polyattn.selection.processor_kind import release_of
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "src" / "polyattn" / "evidence" / "records"
+FOLDER = ROOT / "src" / "polyattn" / "selection" / "evidence" / "records"
 MASKS = {"none": None, "causal": MaskFacts.parse("Causal('top_left')", None)}
 """The masks of a bench that are a kind of their own; the others follow from these."""
 TIMED = ("native_cpu", "automatic")
