@@ -34,8 +34,8 @@ something that was asked for is amiss: a backend named here or in POLYATTN_BACKE
 plugin, the cache directory."""
 
 _ISA = (
-    "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx512vbmi", "avx512_fp16", "amx_tile",
-    "amx_bf16", "neon", "asimd", "bf16", "sve", "sve2",
+    "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx512vbmi", "avx512_fp16",
+    "amx_tile", "amx_bf16", "neon", "asimd", "bf16", "sve", "sve2",
 )  # fmt: skip
 
 

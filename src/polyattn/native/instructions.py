@@ -13,10 +13,11 @@ __all__ = ["foretell", "forms"]
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_PRODUCTS = _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"}
 _NEEDS = {
-    "avx512bf16": _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"}, "avx512": _AVX512, "avx2": _AVX2,
+    "avx512bf16": _PRODUCTS, "avx512": _AVX512, "avx2": _AVX2,
     "neon": frozenset({"neon"}), "generic": frozenset[str](),
-    "amx": _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi", "amx_tile", "amx_bf16"},
+    "amx": _PRODUCTS | {"amx_tile", "amx_bf16"},
     "amx_twin": frozenset[str](),
 }  # fmt: skip
 

@@ -15,8 +15,8 @@ __all__ = [
 
 INSTRUCTION_SETS = (
     "avx", "avx2", "fma", "f16c", "bmi2", "avx_vnni", "avx512f", "avx512bw", "avx512dq",
-    "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
-    "amx_fp16", "neon", "bf16", "i8mm", "sve", "sve2", "sme",
+    "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16", "avx512_fp16", "amx_tile",
+    "amx_bf16", "amx_int8", "amx_fp16", "neon", "bf16", "i8mm", "sve", "sve2", "sme",
 )  # fmt: skip
 """The instruction sets that backends may ask for, of x86 and then of Arm, by Linux's names."""
 
