@@ -51,7 +51,6 @@ def _library() -> ctypes.CDLL:
     folder = Path(sys.prefix) / "lib"
     os.environ.setdefault("OCL_ICD_FILENAMES", str(folder / "libintelocl.so"))
     os.environ.setdefault("ONEAPI_DEVICE_SELECTOR", "opencl:cpu")
-    os.environ["DPCPP_CPU_NUM_CUS"] = os.environ.get("OMP_NUM_THREADS", "")  # threads to take
     for name in _LIBRARIES:
         found = ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     return found
@@ -186,6 +185,8 @@ def _inputs(call: Call) -> list[tuple[str, np.ndarray]]:
 
 def prepare(call: Call) -> Prepared:
     """Compile attention as one partition, and bind the arrays."""
+    # its threads cannot be counted otherwise; seen when the library is loaded
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: call.threads])
     engine = _new("engine_create", _CPU, ctypes.c_size_t(0))
     stream = _new("stream_create", engine, _IN_ORDER)
     found = np.empty_like(call.q)
