@@ -17,9 +17,11 @@ SOURCES = ROOT / "src"
 
 REASONS = {
     ("polyattn.selection.platforms", "polyattn.torch.api"): "a front registers its platform",
+    ("polyattn.selection.platforms", "polyattn.jax.attend"): "a front registers its platform",
     ("polyattn.selection.registry", "polyattn.backends.discovery"): "kernels register themselves",
     ("polyattn.selection.registry", "polyattn.backends"): "the name of the group of entry points",
     ("polyattn.backends.declaring", "polyattn.torch.internals"): "a floor, as the contract says",
+    ("polyattn.backends.declaring", "polyattn.jax.kit.devices"): "a floor, as the contract says",
     ("polyattn.cli.flags_table", "polyattn.*.flags"): "commands are above both frameworks' flags",
 }
 

@@ -129,7 +129,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert files == set(known_engines())
     if isinstance(module.status(), Available):
         assert main(["cpu", "--peers", "abacus"]) == 2
-        assert "got --peers abacus, expected all or some of jax" in capsys.readouterr().err
+        assert "got --peers abacus, expected all or some of ggml" in capsys.readouterr().err
     monkeypatch.setattr(engines, "PEERS", Path("/nowhere"))
     with pytest.raises(MissingDependency, match="expected a checkout"):
         chosen_engines("all")

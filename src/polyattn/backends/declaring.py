@@ -1,4 +1,4 @@
-"""What declarations of torch kernels share: sets of dtypes and layouts, probes, loaders."""
+"""What declarations of kernels share: sets of dtypes and layouts, probes, loaders."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 from polyattn.selection.backend import Available, Missing, Probe
 
-__all__ = ["BIASES", "FLOATS", "HALVES", "LAYOUTS", "loader", "operator_of", "torch_probe"]
+__all__ = [
+    "BIASES", "FLOATS", "HALVES", "JAX_DEVICES", "LAYOUTS", "jax_probe", "loader", "operator_of",
+    "torch_probe",
+]  # fmt: skip
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 HALVES = frozenset({"float16", "bfloat16"})
 BIASES = frozenset({"DenseBias", "Alibi"})
 LAYOUTS = frozenset({"BTNH", "BNTH", "packed"})
+JAX_DEVICES = frozenset({"cpu", "cuda", "rocm", "tpu"})
 
 
 def torch_probe(cuda_only: bool = False, needs: Callable[[], str | None] | None = None) -> Probe:
@@ -33,6 +37,21 @@ def torch_probe(cuda_only: bool = False, needs: Callable[[], str | None] | None 
     if needs is not None and (lack := needs()) is not None:
         return Missing(lack, "pip install --upgrade torch")
     return Available(f"torch {torch.__version__}", devices=frozenset(devices))
+
+
+def jax_probe(accelerators_only: bool = False) -> Probe:
+    """Say whether JAX is here, and on which devices."""
+    if "jax" not in sys.modules and importlib.util.find_spec("jax") is None:
+        return Missing("JAX is not installed", "pip install 'polyattn[jax]'")
+    jax = importlib.import_module("jax")
+    if not hasattr(jax, "make_user_context"):
+        how = "pip install --upgrade 'jax>=0.8'"
+        return Missing(f"JAX {jax.__version__} is too old: polyattn asks for 0.8", how)
+    kind_of = importlib.import_module("polyattn.jax.kit.devices").kind_of
+    devices = {"cpu"} | {kind_of(device) for device in jax.devices()}
+    if accelerators_only and devices == {"cpu"}:
+        return Missing("JAX sees no accelerator", "run where there is a GPU or a TPU")
+    return Available(f"jax {jax.__version__}", devices=frozenset(devices))
 
 
 def operator_of(backend: str) -> Callable[[], str | None]:

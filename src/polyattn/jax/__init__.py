@@ -1,20 +1,47 @@
-"""polyattn for JAX: how its configuration stands is in ``polyattn.jax.flags``.
+"""polyattn for JAX: ``attention`` and what is around it, under one selection with PyTorch's.
 
->>> from polyattn.jax import flags
->>> flags.snapshot()["polyattn.flags"]["framework"]
-'jax'
+``polyattn.jax.flags`` says how JAX's configuration stands, ``polyattn.jax.trace`` records what
+passes through a program.
+
+>>> import jax
+>>> from polyattn.jax import attention, explain
+>>> q = jax.random.normal(jax.random.key(0), (1, 16, 4, 64))
+>>> attention(q, q, q).shape
+(1, 16, 4, 64)
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from typing import TYPE_CHECKING, Any
 
 if importlib.util.find_spec("jax") is None:
     from polyattn.errors import MissingDependency
 
     raise MissingDependency(
-        "got an import of polyattn.jax without JAX, expected jax >= 0.7: "
+        "got an import of polyattn.jax without JAX, expected jax >= 0.8: "
         "pip install 'polyattn[jax]'"
     )
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from polyattn.jax.attend import attention, explain, plan
+
+_HOMES = {
+    "attention": "attend", "explain": "attend", "plan": "attend",
+}  # fmt: skip
+
+__all__ = ["attention", "explain", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for; ``import polyattn.jax`` alone does nothing to JAX."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,7 +23,7 @@ __all__ = [
     "register_platform",
 ]  # fmt: skip
 
-FACES = {"torch": "polyattn.torch.api"}
+FACES = {"torch": "polyattn.torch.api", "jax": "polyattn.jax.attend"}
 """The module of each framework whose import registers its platform."""
 
 

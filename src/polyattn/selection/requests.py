@@ -175,20 +175,24 @@ class record_selections(AbstractContextManager[list[Selection]]):
     """
 
     def __init__(self) -> None:
-        self._tokens: list[tuple[Token[Any], Token[str]]] = []
+        self._tokens: list[tuple[Token[Any], Token[str], Token[int]]] = []
 
     def __enter__(self) -> list[Selection]:
         ran: list[Selection] = []
         scopes.record(1)
         recording = scopes.recording.set((*scopes.recording.get(()), ran))
-        self._tokens.append((recording, scopes.recorded.set("recorded")))
+        number = scopes.recorder.set(next(scopes.recorders))
+        self._tokens.append((recording, scopes.recorded.set("recorded"), number))
+        scopes.tell()
         return ran
 
     def __exit__(self, *exc: object) -> None:
         scopes.record(-1)
-        recording, recorded = self._tokens.pop()
+        recording, recorded, number = self._tokens.pop()
+        scopes.recorder.reset(number)
         scopes.recorded.reset(recorded)
         scopes.recording.reset(recording)
+        scopes.tell()
 
 
 class ModulePolicy(AbstractContextManager["ModulePolicy"]):

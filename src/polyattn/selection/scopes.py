@@ -32,10 +32,14 @@ __all__ = [
     "lock",
     "record",
     "recorded",
+    "recorder",
+    "recorders",
     "recording",
     "scope",
     "set_forced",
     "state",
+    "tell",
+    "watchers",
 ]
 
 scope: ContextVar[str] = ContextVar("polyattn_scope")
@@ -44,8 +48,10 @@ scope: ContextVar[str] = ContextVar("polyattn_scope")
 recording: ContextVar[Any] = ContextVar("polyattn_recording")
 """The lists that selections are recorded in, outermost first; unset or empty outside of any."""
 
+recorder: ContextVar[int] = ContextVar("polyattn_recorder", default=0)
+"""The number of the innermost recorder; 0 outside of any."""
 
-_epochs = itertools.count(1)
+_epochs, recorders = itertools.count(1), itertools.count(1)
 
 recorded: ContextVar[str] = ContextVar("polyattn_recorded")
 """Text that is not empty while selections are recorded: what compiled code guards."""
@@ -85,6 +91,14 @@ recorded.set("")
 state = Ambient()
 local = Local()
 is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end replaces it
+watchers: list[Callable[[], None]] = []
+"""What is called when a scope or a recorder begins or ends here, for caches that are no guards."""
+
+
+def tell() -> None:
+    """Tell the watchers that what is asked for here has changed."""
+    for watch in watchers:
+        watch()
 
 
 def _begin_epoch() -> None:
@@ -131,6 +145,7 @@ def enter(encoded: str) -> str | None:
     local.traced = None
     outer = scope.get("")
     _saved.set((*_saved.get(), (scope.set(encoded), outer, before)))
+    tell()
     return None
 
 
@@ -147,3 +162,4 @@ def leave(before: str | None) -> None:
             scope.reset(token)  # unset again, not empty: compiled code guards the difference
         except ValueError:  # a copied context: the token belongs to the one it was copied from
             scope.set(outer)
+        tell()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polyattn.backends.declaring import BIASES, HALVES, LAYOUTS, loader, torch_probe
+from polyattn.backends.declaring import BIASES, HALVES, LAYOUTS, jax_probe, loader, torch_probe
 from polyattn.native import instructions, module
 from polyattn.problem import Problem
 from polyattn.selection.backend import Backend, Missing, Probe
@@ -17,8 +17,9 @@ PLACE = 10
 
 
 def declare(registry: Registry) -> None:
-    """Register them."""
+    """Register them, for torch and for JAX."""
     registry.register(_native_cpu())
+    registry.register(_of_jax())
 
 
 def _native_cpu() -> Backend:
@@ -44,6 +45,28 @@ def _native_probe() -> Probe:
         return found
     torch = torch_probe()
     return torch if isinstance(torch, Missing) else found
+
+
+def _of_jax() -> Backend:
+    cpu = Capabilities(
+        devices={"cpu"}, dtypes=HALVES | {"float32"}, head_dims=(1, 1024, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
+        sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
+        deterministic_backward=True, strided=True,
+    )  # fmt: skip
+    return Backend(
+        "native_cpu", "jax", cpu, _jax_probe, loader("native_cpu.jax"), _native_extra, "jax",
+        "the C++ kernels of this package, called by compiled code through XLA's foreign function "
+        "interface", foretell=instructions.foretell, any_lengths=True,
+    )  # fmt: skip
+
+
+def _jax_probe() -> Probe:
+    found = module.status()
+    if isinstance(found, Missing):
+        return found
+    jax = jax_probe()
+    return jax if isinstance(jax, Missing) else found
 
 
 def _native_extra(p: Problem) -> Iterator[Reason]:

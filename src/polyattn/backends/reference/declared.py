@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from polyattn.backends.declaring import BIASES, FLOATS, LAYOUTS, loader, torch_probe
+from polyattn.backends.declaring import (
+    BIASES,
+    FLOATS,
+    JAX_DEVICES,
+    LAYOUTS,
+    jax_probe,
+    loader,
+    torch_probe,
+)
 from polyattn.selection.backend import Backend
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities
 from polyattn.selection.registry import Registry
@@ -13,8 +21,9 @@ PLACE = 30
 
 
 def declare(registry: Registry) -> None:
-    """Register it."""
+    """Register it, for torch and for JAX."""
     registry.register(_reference())
+    registry.register(_jax_reference())
 
 
 def _reference() -> Backend:
@@ -34,5 +43,25 @@ def _reference() -> Backend:
         None,
         "torch",
         "the definition, in float64; slow, and right",
+        any_lengths=True,
+    )
+
+
+def _jax_reference() -> Backend:
+    anywhere = Capabilities(
+        devices=JAX_DEVICES, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
+        masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
+        sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True, backward=True,
+        deterministic=True, deterministic_backward=True, strided=True,
+    )  # fmt: skip
+    return Backend(
+        "jax_reference",
+        "jax",
+        anywhere,
+        jax_probe,
+        loader("reference.jax"),
+        None,
+        "jax",
+        "the definition, in float64 where jax_enable_x64 is set; slow, and right",
         any_lengths=True,
     )

@@ -1,0 +1,105 @@
+"""The way of a call: admitted, a backend chosen, its kernel prepared, recorded, run.
+
+In traced code all of this happens when it is traced. Kernels of JAX backends are
+``kernel(q, k, v, mask, bias, sinks, dropout_key)``; JAX differentiates them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyattn import settings
+from polyattn.errors import InvalidProblem, Unsupported
+from polyattn.jax import context
+from polyattn.jax.admission import Call, admit
+from polyattn.jax.differentiation import asked_twice, is_traced, trained
+from polyattn.jax.kit.layouts import from_bnth, lse_from_bnt, to_bnth
+from polyattn.masks.biases import Bias
+from polyattn.problem import Problem
+from polyattn.selection import scopes
+from polyattn.selection.prepare import Plan, prepare
+from polyattn.selection.wishes import current_wishes
+
+__all__ = ["admitted", "plan_for", "run"]
+
+Kernel = Callable[..., Any]
+
+
+def admitted(q: Any, k: Any, v: Any, dropout_key: Any, options: dict[str, Any]) -> Call:
+    """Check a call; raise :class:`InvalidProblem` for what is none."""
+    call = admit(q, k, v, **options)
+    if call.problem.dropout_p > 0 and dropout_key is None:
+        raise InvalidProblem(
+            f"got dropout_p={call.problem.dropout_p} without dropout_key, expected a key of "
+            "jax.random: JAX has no state that random numbers could come from."
+        )
+    return call
+
+
+def plan_for(problem: Problem, backend: Any = None) -> Plan:
+    """Return the plan of a problem under what is asked for here; kept until that changes."""
+    settings.current()  # notices variables that have changed
+    names = tuple(backend) if isinstance(backend, (list, tuple)) else backend
+    return _plan(problem, names, scopes.current_scope(), scopes.state.epoch)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem, backend: Any, scope: str | None, epoch: str) -> Plan:
+    return prepare(problem, current_wishes(backend))
+
+
+def run(call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any) -> Any:
+    """Run an admitted call on the backend that is chosen here."""
+    context.check()
+    plan = plan_for(call.problem, backend)
+    for ran in scopes.recording.get(()):
+        ran.append(plan.selection)
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    if call.problem.empty:
+        return _answer_empty(call.problem, q, k, v, call.sinks)
+    kernel = _kernel(call, plan, backend, is_traced(q, k, v, call.bias, call.sinks))
+    return kernel(q, k, v, call.mask, call.bias, call.sinks, dropout_key)
+
+
+def _kernel(call: Call, plan: Plan, backend: Any, is_traced_here: bool) -> Kernel:
+    if not is_traced_here:
+        return plan.kernel
+    problem, bias, sinks = call.problem, is_traced(_payload(call.bias)), is_traced(call.sinks)
+    train = functools.partial(_train, backend=backend)
+    try:
+        most = plan_for(trained(problem, True, bias, sinks), backend)
+    except Unsupported:  # which is raised if it is differentiated
+        return asked_twice(plan.kernel, problem, train)
+    chosen, other = plan.selection, most.selection
+    if (chosen.backend, chosen.config) == (other.backend, other.config):
+        return most.kernel
+    return asked_twice(plan.kernel, problem, train)
+
+
+def _payload(bias: Bias | None) -> Any:
+    return None if bias is None else bias.payload
+
+
+def _train(problem: Problem, backend: Any) -> Kernel:
+    return plan_for(problem, backend).kernel
+
+
+def _answer_empty(
+    problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None
+) -> Any:
+    """Return zeros and the lse of empty rows; both know the inputs, so that gradients are 0."""
+    q4, v4 = to_bnth(q, problem.layout), to_bnth(v, problem.layout)
+    out = from_bnth(jnp.zeros((*q4.shape[:3], v4.shape[3]), q.dtype), problem.layout)
+    if not problem.lse:
+        return out
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    lse = jnp.full(q4.shape[:3], -jnp.inf, wide)
+    if sinks is not None:
+        each = jax.nn.logsumexp(sinks.astype(wide).reshape(1, problem.heads, -1), -1)
+        lse = jnp.broadcast_to(each[..., None], q4.shape[:3])
+    return out, lse_from_bnt(lse, problem.layout)

@@ -1,0 +1,1 @@
+"""What JAX kernels share: layouts, masks and biases as arrays, where NaN may go."""

@@ -1,0 +1,67 @@
+"""Masks and biases as pytrees, so that they pass into jit, grad, vmap and scan as arguments.
+
+Their arrays are the leaves; everything else of them is part of the structure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import jax
+
+from polyattn.masks import LEAVES, And, Full, Mask, Or
+from polyattn.masks.biases import Alibi, Bias, DenseBias
+
+__all__ = ["ensure_pytree"]
+
+_known: set[type] = set()
+
+
+class _Array:
+    """Stands in the structure for a field whose value is a leaf."""
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+_ARRAY = _Array()
+
+
+def ensure_pytree(value: Mask | Bias | None) -> None:
+    """Make the class of a mask or bias, and of its parts, known to JAX."""
+    for part in getattr(value, "parts", ()):
+        ensure_pytree(part)
+    if value is not None and type(value) not in _known:
+        _register(type(value))
+
+
+def _register(cls: type) -> None:
+    _known.add(cls)
+    jax.tree_util.register_pytree_node(cls, _flatten, lambda aux, leaves: _made(cls, aux, leaves))
+
+
+def _is_child(value: Any) -> bool:
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    members = isinstance(value, tuple) and any(isinstance(one, Mask) for one in value)
+    return is_array or members
+
+
+def _flatten(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    held = [getattr(value, field.name) for field in fields(value)]
+    leaves = tuple(one for one in held if _is_child(one))
+    return leaves, tuple(_ARRAY if _is_child(one) else one for one in held)
+
+
+def _made(cls: type, aux: tuple[Any, ...], leaves: Any) -> Any:
+    """Make the value again; nothing is checked, since JAX hands over objects of its own, too."""
+    rest = iter(leaves)
+    made: Any = object.__new__(cls)
+    for field, one in zip(fields(cls), aux, strict=True):  # type: ignore[arg-type]
+        object.__setattr__(made, field.name, next(rest) if one is _ARRAY else one)
+    return made
+
+
+for _cls in (*LEAVES, And, Or, Full, Alibi, DenseBias):
+    if _cls not in _known:
+        _register(_cls)
