@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+import typing
 
 if importlib.util.find_spec("jax") is None:
     from polyattn.errors import MissingDependency
@@ -24,7 +24,7 @@ if importlib.util.find_spec("jax") is None:
         "pip install 'polyattn[jax]'"
     )
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from polyattn.jax.attend import attention, explain, plan
 
 _HOMES = {
@@ -34,7 +34,7 @@ _HOMES = {
 __all__ = ["attention", "explain", "plan"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """Import what is asked for; ``import polyattn.jax`` alone does nothing to JAX."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,6 +53,12 @@ def _plan(problem: Problem, backend: Any, scope: str | None, epoch: str) -> Plan
     return prepare(problem, current_wishes(backend))
 
 
+@functools.lru_cache(maxsize=1024)
+def _compiled(kernel: Kernel) -> Kernel:
+    """Compile a kernel for calls outside of jit, which would run it one operation at a time."""
+    return jax.jit(kernel)  # type: ignore[no-any-return]
+
+
 def run(call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any) -> Any:
     """Run an admitted call on the backend that is chosen here."""
     context.check()
@@ -68,7 +74,7 @@ def run(call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any) -> A
 
 def _kernel(call: Call, plan: Plan, backend: Any, is_traced_here: bool) -> Kernel:
     if not is_traced_here:
-        return plan.kernel
+        return _compiled(plan.kernel) if plan.is_final else plan.kernel
     problem, bias, sinks = call.problem, is_traced(_payload(call.bias)), is_traced(call.sinks)
     train = functools.partial(_train, backend=backend)
     try:

@@ -102,6 +102,31 @@ ROWS: tuple[Row, ...] = (
         rests_on="any processor",
     ),
     Row(
+        "jax, cpu",
+        lambda p: p.device == "cpu",
+        ("native_cpu", "jax_blockwise", "jax_xla", "jax_reference"),
+        "the native kernels are several times faster than XLA's unfused attention, at every size",
+        framework="jax",
+        rests_on="any processor: XLA writes the scores to memory and reads them back "
+        "(`polyattn bench jax` prints what it comes to)",
+    ),
+    Row(
+        "jax, cuda",
+        lambda p: p.device == "cuda",
+        ("jax_cudnn", "pallas", "jax_blockwise", "jax_xla", "jax_reference"),
+        "cuDNN's fused kernel where it can, then what never writes the scores (not measured)",
+        framework="jax",
+        rests_on=_UNMEASURED_GPU,
+    ),
+    Row(
+        "jax, other accelerators",
+        lambda p: True,
+        ("splash", "pallas", "jax_blockwise", "jax_xla", "jax_reference"),
+        "kernels that never write the scores first (not measured)",
+        framework="jax",
+        rests_on=_UNMEASURED_GPU,
+    ),
+    Row(
         "cuda, block-sparse masks",
         lambda p: p.device == "cuda" and _sparse(p),
         ("flex", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"),
