@@ -131,7 +131,8 @@ def test_a_backend_of_another_framework_is_refused_at_the_call(
         attention(Q, Q, Q)
     jaxs = PROBLEM.with_(framework="jax")
     plan = prepare(jaxs, Wishes(call=Request(("sdpa_math",))))
-    assert plan.kernel(7) == 7  # jax's, though torch has one of that name
+    assert plan.selection.problem == jaxs  # jax's, though torch has one of that name
+    assert plan.selection.backend == "sdpa_math"
     assert explain(Q, Q, Q, backend="sdpa_math").decisions["sdpa_math"]
     with pytest.raises(Unsupported, match="got arrays of jax, takes arrays of torch"):
         select_here(jaxs, Wishes(call=Request(("flex",))))
