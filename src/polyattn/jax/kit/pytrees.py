@@ -42,9 +42,13 @@ def _register(cls: type) -> None:
 
 
 def _is_child(value: Any) -> bool:
-    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-    members = isinstance(value, tuple) and any(isinstance(one, Mask) for one in value)
-    return is_array or members
+    """Whether a field holds a leaf or masks: all but numbers, names and lists of numbers.
+
+    Leaves are arrays and whatever JAX puts in their place.
+    """
+    if isinstance(value, tuple):
+        return any(isinstance(one, Mask) for one in value)
+    return value is not None and not isinstance(value, (int, float, str))
 
 
 def _flatten(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
