@@ -19,6 +19,7 @@
 #include "threads.h"
 #include "trace_protocol.h"
 #include "unlocked.h"
+#include "xla.h"
 
 namespace nb = nanobind;
 
@@ -164,10 +165,16 @@ NB_MODULE(_native, m) {
   m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a, "sizes"_a,
         "strides"_a, "out"_a, "The numbers of a tensor, a row of them: see native/src/statistics/fields.h.");
   polyattn::add_door(m);
-  polyattn::add_xla(m);
   polyattn::add_trace_lines(m);
   polyattn::add_trace_record(m);
   m.def("spin", &polyattn::spin, "isa"_a, "bf16"_a, "iterations"_a, "threads"_a,
         "(operations, seconds) of multiply-adds from registers only: the peak of this processor.");
+  m.def(
+      "xla_handlers",
+      [] {
+        return nb::make_tuple(nb::capsule(reinterpret_cast<void*>(&polyattn::xla::forward)),
+                              nb::capsule(reinterpret_cast<void*>(&polyattn::xla::backward)));
+      },
+      "The forward and the backward pass as handlers of XLA's foreign function interface.");
   m.def("threads_in_use", &polyattn::pool_name, "Whose threads the kernels run on.");
 }

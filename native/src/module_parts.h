@@ -13,9 +13,6 @@ namespace polyattn {
 // Adds forward and backward.
 void add_attention(nanobind::module_& m);
 
-// Adds xla_handlers.
-void add_xla(nanobind::module_& m);
-
 // Adds TraceLines, which the writing thread uses.
 void add_trace_lines(nanobind::module_& m);
 

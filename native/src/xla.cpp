@@ -7,7 +7,7 @@
 // and its arrays in order: q, k, v, those that the program names, bias or slopes, sinks; for the backward
 // pass then lse, dout, delta. Results: out and, if a second one is asked for, lse; or dq, dk, dv and, if a
 // fourth one is, dbias. All are row-major. JAX has integers of 32 bits where it has no others.
-#include <nanobind/nanobind.h>
+#include "xla.h"
 
 #include <algorithm>
 #include <cstring>
@@ -15,11 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "module_parts.h"
 #include "polyattn/arguments.h"
-#include "xla_abi.h"
-
-namespace nb = nanobind;
 
 namespace polyattn {
 namespace {
@@ -169,9 +165,8 @@ class Call {
   void dims_of(const Buffer& x, int64_t (&dims)[4]) const {
     if (x.rank != (layout_ == kPacked ? 3 : 4)) refuse("got an array of another rank");
     const int64_t* d = x.dims;
-    const int64_t ordered[3][4] = {{d[0], d[2], d[1], d[x.rank - 1]},
-                                   {d[0], d[1], d[2], d[x.rank - 1]},
-                                   {1, d[1], d[0], d[2]}};
+    const int64_t ordered[3][4] = {
+        {d[0], d[2], d[1], d[x.rank - 1]}, {d[0], d[1], d[2], d[x.rank - 1]}, {1, d[1], d[0], d[2]}};
     std::memcpy(dims, ordered[layout_], sizeof dims);
   }
 
@@ -375,24 +370,16 @@ xla::Error* handle(const Frame& frame, Pass pass) {
     if ((pass == Pass::forward ? kernels.forward : kernels.backward)(a)) return nullptr;
   } catch (const Refused& refused) {
     return failed(frame, ("polyattn: " + refused.text).c_str(), kInvalidArgument);
-  } catch (const std::bad_alloc&) {
-  }
+  } catch (const std::bad_alloc&) {}
   return failed(frame, "polyattn: there is no memory for the scratch of a call", kResourceExhausted);
 }
 
-xla::Error* xla_forward(Frame* frame) { return handle(*frame, Pass::forward); }
-xla::Error* xla_backward(Frame* frame) { return handle(*frame, Pass::backward); }
-
 }  // namespace
 
-void add_xla(nb::module_& m) {
-  m.def(
-      "xla_handlers",
-      [] {
-        return nb::make_tuple(nb::capsule(reinterpret_cast<void*>(&xla_forward)),
-                              nb::capsule(reinterpret_cast<void*>(&xla_backward)));
-      },
-      "The forward and the backward pass as handlers of XLA's foreign function interface.");
-}
+namespace xla {
 
+Error* forward(Frame* frame) { return handle(*frame, Pass::forward); }
+Error* backward(Frame* frame) { return handle(*frame, Pass::backward); }
+
+}  // namespace xla
 }  // namespace polyattn
