@@ -158,7 +158,7 @@ class ForwardItem {
       auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };
       pack_value_rows<C>(w, tile, value, ahead(a_.v));
     }
-    if (visit.tiles > 0) strip_.values_by_row(w, w.strips[0], visit, w.out);
+    if (visit.tiles > 0) strip_.template values_by_row<true>(w, w.strips[0], visit, w.out);
   }
 
   void pack_keys(Workspace& w, const Item& item, const Tile& tile) const {

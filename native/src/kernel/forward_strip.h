@@ -45,7 +45,9 @@ class ForwardStrip {
     careful ? values_by_row(w, s, visit, out) : values(w, s, visit, out);
   }
 
-  // Each row with values of its own, in which what it does not see is 0.
+  // Each row with values of its own, in which what it does not see is 0. `kByVectors`: in the order of sums
+  // that few rows have, whose products are of vectors in every set.
+  template <bool kByVectors = false>
   void values_by_row(const Workspace& w, const Strip& s, const Visit& visit, float* out) const {
     const int64_t size = kTile / U::kValues * d_.v_columns;
     for (int r = 0; r < s.count; ++r) {
@@ -63,8 +65,13 @@ class ForwardStrip {
         pieces[n] = {p, v, units};
         p += units;
       }
-      multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, d_.v_columns, d_.v_columns}, 1,
-                                d_.v_columns, out + r * d_.v_columns);
+      const Strides strides{kScoreRow, 1, d_.v_columns, d_.v_columns};
+      float* const to = out + r * d_.v_columns;
+      if constexpr (kByVectors) {
+        multiply_vectors<S, U, Into::add>(pieces, visit.tiles, strides, 1, d_.v_columns, to, nullptr);
+      } else {
+        multiply<S, U, Into::add>(pieces, visit.tiles, strides, 1, d_.v_columns, to);
+      }
     }
   }
 

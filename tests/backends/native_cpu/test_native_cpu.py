@@ -338,3 +338,25 @@ def test_a_bias_that_is_a_mask_is_taken_for_one(dtype: torch.dtype, shape: tuple
         got = attention(q, k, v, **options, backend="native_cpu")
         want = attention(q, k, v, **options, backend="reference")
         assert torch.allclose(got, want, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", module.isas() if isinstance(module.status(), Available) else [])
+@pytest.mark.parametrize("rows", [1, 6, 8])
+def test_few_rows_keep_their_bits_beside_a_nan(
+    monkeypatch: pytest.MonkeyPatch, isa: str, rows: int
+) -> None:
+    """Whatever the products of a set are of: rows that do not attend a key are summed as before."""
+    monkeypatch.setenv("POLYATTN_NATIVE_ISA", isa)
+    keys, dim = 37, 40
+    for seed in range(24):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(2, 2, n, dim).bfloat16() for n in (rows, keys, keys))
+
+        def out(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor = q) -> torch.Tensor:
+            return attention(q, k, v, mask=Causal(), layout="BNTH", backend="native_cpu")
+
+        clean, (bad_k, bad_v) = out(k, v), (x.clone() for x in (k, v))
+        bad_k[:, :, -2] = bad_v[:, :, -3] = float("nan")
+        for struck in (out(bad_k, v), out(k, bad_v)):
+            assert torch.equal(struck[:, :, : rows - 3], clean[:, :, : rows - 3])
+            assert bool(struck[:, :, -1].isnan().any())
