@@ -10,6 +10,7 @@ from typing import Any
 
 from polyattn.bench.generate import bench_generate as generate
 from polyattn.bench.harm import bench_harm as harm
+from polyattn.bench.jax import bench_jax
 from polyattn.bench.trace import bench_trace as trace
 from polyattn.errors import MissingDependency, PolyattnError
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         commands = {
             "compare": _compare, "cpu": _cpu, "generate": generate.run, "growth": _growth,
-            "harm": harm.run, "overhead": _overhead, "trace": trace.run,
+            "harm": harm.run, "jax": bench_jax.run, "overhead": _overhead, "trace": trace.run,
         }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     growth.add_argument("--json", action="store_true", help="print the record, not the steps")
     harm.add(kinds)
     generate.add(kinds)
+    bench_jax.add(kinds)
     trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")

@@ -14,7 +14,7 @@ from polyattn.problem.processor import identity, processor
 __all__ = ["command_line", "describe", "flags", "machine_class", "versions"]
 
 _FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
-_PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy")
+_PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy", "jax")
 
 
 def describe() -> dict[str, Any]:
