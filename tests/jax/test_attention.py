@@ -58,7 +58,7 @@ def defined(q: Any, k: Any, v: Any, allowed: Any = None) -> Any:
     return np.einsum("bnts,bsnh->btnh", weights, v)
 
 
-BACKENDS = ("native_cpu", "jax_reference")
+BACKENDS = ("native_cpu", "jax_reference", "jax_blockwise")
 
 
 @pytest.fixture(params=BACKENDS)

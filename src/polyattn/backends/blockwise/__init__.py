@@ -1,0 +1,1 @@
+"""Attention in plain JAX, block by block: the scores are never materialised."""
