@@ -11,10 +11,11 @@ from torch import Tensor
 
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs, build
+from polyattn.conformance.jax_calls import jax_call, jax_kernel, problem_for
 from polyattn.conformance.oracle import Answer, allowed, naive
 from polyattn.conformance.poison import Flags, hidden, spread
 from polyattn.conformance.tolerance import Yardstick, measure
-from polyattn.selection.capabilities import Reason
+from polyattn.selection.capabilities import Capabilities, Reason
 from polyattn.selection.registry import Backend
 from polyattn.torch import attention, quantized_attention
 from polyattn.torch.admission import Call, admit
@@ -100,6 +101,8 @@ def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdi
     they are, since the kernels behind them are those of eager calls. What NaN may spread to is
     held to what the backend declares of compiled code.
     """
+    if backend.framework == "jax":
+        return _examine_in_jax(subject, backend)
     problem = subject.call.problem.with_(compiled=compiled)
     reasons = backend.check(problem)
     if reasons and compiled:
@@ -122,14 +125,32 @@ def examine(subject: Subject, backend: Backend, compiled: bool = False) -> Verdi
         return call(inputs.q, inputs.k, inputs.v, inputs.options)
 
     promised = backend.capabilities_for(problem.device)
+    return _verdict(subject, run, promised, promised.isolates_compiled or not compiled)
+
+
+def _verdict(
+    subject: Subject, run: Run, promised: Capabilities, isolates_rows: bool = True
+) -> Verdict:
     repeats = (promised.deterministic, promised.deterministic_backward)
     try:
-        _judge(subject, run, repeats, promised.isolates_compiled or not compiled)
+        _judge(subject, run, repeats, isolates_rows)
     except _Wrong as fault:
         return Verdict("wrong", str(fault))
     except Exception as error:  # whatever a kernel raises is the finding
         return Verdict("false_acceptance", f"{type(error).__name__}: {error}")
     return Verdict("right")
+
+
+def _examine_in_jax(subject: Subject, backend: Backend) -> Verdict:
+    """Ask a backend of JAX; what runs is the same case, by JAX."""
+    problem = problem_for(subject.call.problem)
+    reasons = backend.check(problem)
+    if problem.quantized is not None:
+        return Verdict("refused", "; ".join(map(str, reasons)))
+    if reasons:
+        return _refusal(subject, backend, reasons)
+    run = jax_call(subject.case, backend)
+    return _verdict(subject, run, backend.capabilities_for(problem.device))
 
 
 def _on_codes(inputs: Inputs, backend: str) -> Any:
@@ -150,6 +171,8 @@ def _refusal(subject: Subject, backend: Backend, reasons: tuple[Reason, ...]) ->
         return Verdict("refused", said)
 
     def run(inputs: Inputs) -> Any:
+        if backend.framework == "jax":
+            return jax_kernel(subject.case, backend, problem)(inputs)
         kernel = backend.load()(problem, {})
         extra = () if inputs.quantised is None else (inputs.quantised,)
         return kernel(inputs.q, inputs.k, inputs.v, call.mask, inputs.bias, inputs.sinks, *extra)

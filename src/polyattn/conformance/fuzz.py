@@ -19,6 +19,7 @@ from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict, examine, subject
 from polyattn.conformance.dropout import examine_dropout
 from polyattn.conformance.generate import random_case
+from polyattn.conformance.jax_calls import forget
 from polyattn.conformance.report import Failure, Report, Tally
 from polyattn.conformance.screen import bar, show_case, show_report
 from polyattn.conformance.shrink import shrink
@@ -31,6 +32,7 @@ __all__ = ["main", "run", "run_case"]
 Progress = Callable[[int, Report], None]
 _EVERY = {"flex": 10}  # FlexAttention outside a compiler costs torch 20 ms a call (its vmap)
 _FORGET = 500  # problems after which the front-end's table of calls is emptied
+_FORGET_COMPILED = 50  # and what JAX has compiled
 _SHRUNK = 5  # failures of one kind and backend that are made small; the rest are counted as found
 INTERRUPTED = 130
 
@@ -43,19 +45,20 @@ def run(
     time_limit: float | None = None,
     device: str = "cpu",
     compiled: bool = False,
+    framework: str = "torch",
 ) -> Report:
     """Draw `problems` cases from `seed` and examine the backends; Ctrl-C ends it early.
 
-    `backend`: a name or a group, which is examined on every case; by default all of torch's, slow
-    ones on every tenth. `compiled`: inside ``torch.compile``, which takes a compilation for each
-    case and backend; all of torch's then take their turns, one a case. ``progress(done, report)``
-    is called after each case. `time_limit` in seconds.
+    `backend`: a name or a group, which is examined on every case; by default all of the
+    framework's, slow ones on every tenth. `compiled`: inside ``torch.compile``, which takes a
+    compilation for each case and backend; all of torch's then take their turns, one a case.
+    ``progress(done, report)`` is called after each case. `time_limit` in seconds.
     """
-    report = Report(seed, problems, device, compiled)
+    report = Report(seed, problems, device, compiled, framework)
     began = time.perf_counter()
     try:
         backends = _backends(report, backend, device, compiled and backend is None)
-        for one in backends:
+        for one in backends if framework == "torch" else ():
             _dropout(report, one, seed, device)
         rng = Random(seed)
         for done in range(1, problems + 1):
@@ -68,6 +71,8 @@ def run(
             report.problems = done
             if done % _FORGET == 0:
                 scopes.invalidate()
+            if framework == "jax" and done % _FORGET_COMPILED == 0:
+                forget()
             if progress is not None:
                 progress(done, report)
             if time_limit is not None and time.perf_counter() - began > time_limit:
@@ -80,10 +85,15 @@ def run(
 
 
 def run_case(
-    case: Case, backend: str | None = None, device: str = "cpu", compiled: bool = False
+    case: Case,
+    backend: str | None = None,
+    device: str = "cpu",
+    compiled: bool = False,
+    framework: str = "torch",
 ) -> dict[str, Verdict]:
     """Examine one case; the verdicts by backend."""
-    built, every = subject(case, device), _backends(Report(0, 1), backend, device)
+    report = Report(0, 1, framework=framework)
+    built, every = subject(case, device), _backends(report, backend, device)
     return {one.name: examine(built, one, compiled) for one in every}
 
 
@@ -94,14 +104,15 @@ def _backends(
 
     `compiled`: only those that compiled code takes.
     """
+    framework = report.framework
     names = (
-        registry.names("torch")
+        registry.names(framework)
         if asked is None
-        else registry.expand(asked, asked_by="--backend", framework="torch")
+        else registry.expand(asked, asked_by="--backend", framework=framework)
     )
     found = []
     for name in names:
-        one = registry.get(name, "torch")
+        one = registry.get(name, framework)
         probed = registry.probe(one)
         if isinstance(probed, Missing):
             report.absent[name] = f"{probed.reason} ({probed.how_to_get_it})"
@@ -165,6 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     console, errors = Console(), Console(stderr=True)
+    if fault := _misused(args):
+        errors.print(f"polyattn fuzz: {fault}", style="red", highlight=False, markup=False)
+        return 2
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)  # tensors this small only wait for each other
     try:
@@ -179,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.time_limit,
                 args.device,
                 args.compiled,
+                args.framework,
             )
     except (UnknownBackend, InvalidProblem, PolyattnError) as error:
         errors.print(f"polyattn fuzz: {error}", style="red", highlight=False, markup=False)
@@ -195,6 +210,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return INTERRUPTED if report.interrupted else 0 if report.ok else 1
 
 
+def _misused(args: argparse.Namespace) -> str:
+    """Say what the arguments ask for that there is not; nothing where they are fine."""
+    if args.framework == "jax" and args.compiled:
+        return "got --compiled with --framework jax, expected one of them: JAX compiles every case."
+    if args.framework == "jax" and args.device != "cpu":
+        return f"got --device {args.device} with --framework jax, expected cpu, where torch is too."
+    return ""
+
+
 def _nothing_tested(report: Report) -> str:
     names = ", ".join(report.untested)
     return (
@@ -206,7 +230,7 @@ def _nothing_tested(report: Report) -> str:
 
 def _main_case(args: argparse.Namespace, console: Console) -> int:
     case = Case.from_spec(args.case)
-    verdicts = run_case(case, args.backend, args.device, args.compiled)
+    verdicts = run_case(case, args.backend, args.device, args.compiled, args.framework)
     suspects = [name for name, v in verdicts.items() if v.fails or v.able]
     if args.json:
         rows = {name: vars(verdict) for name, verdict in verdicts.items()}
@@ -226,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--problems", type=_count, default=1000, metavar="N", help="how many (default 1000)")
     add("--seed", type=int, default=0, metavar="S", help="which ones (default 0)")
     add("--backend", metavar="NAME", help="one backend or a group instead of all")
+    add("--framework", choices=("torch", "jax"), default="torch", help="whose backends (torch)")
     add("--case", metavar="SPEC", help="one case, as a failure's line gives it")
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--compiled", action="store_true", help="inside torch.compile(fullgraph=True)")

@@ -25,11 +25,13 @@ class Failure:
     spec: str
     detail: str
     compiled: bool = False
+    framework: str = "torch"
 
     @property
     def reproduce(self) -> str:
         """The command that shows it again; each run begins with what is not a case (dropout)."""
         command = f"polyattn fuzz --backend {self.backend}"
+        command += "" if self.framework == "torch" else f" --framework {self.framework}"
         if not self.spec:
             return f"{command} --problems 1"
         command += " --compiled" if self.compiled else ""
@@ -77,6 +79,7 @@ class Report:
     asked: int
     device: str = "cpu"
     compiled: bool = False
+    framework: str = "torch"
     problems: int = 0
     seconds: float = 0.0
     interrupted: bool = False
@@ -90,7 +93,9 @@ class Report:
         if verdict.fails:
             spec = (smallest or case).spec
             self.failures.append(
-                Failure(verdict.outcome, backend, spec, verdict.detail, self.compiled)
+                Failure(
+                    verdict.outcome, backend, spec, verdict.detail, self.compiled, self.framework
+                )
             )
 
     def close(self) -> None:
@@ -101,7 +106,9 @@ class Report:
                     f"refused {times} times for its {fact} alone, and always right if run anyway"
                 )
                 tally.counts["false_refusal"] += 1
-                self.failures.append(Failure("false_refusal", name, spec, detail))
+                self.failures.append(
+                    Failure("false_refusal", name, spec, detail, framework=self.framework)
+                )
 
     @property
     def ok(self) -> bool:
@@ -127,7 +134,8 @@ class Report:
         outcomes = ("right", *KINDS, "refused")
         return {
             "seed": self.seed, "asked": self.asked, "problems": self.problems,
-            "device": self.device, "compiled": self.compiled, "seconds": round(self.seconds, 3),
+            "device": self.device, "framework": self.framework, "compiled": self.compiled,
+            "seconds": round(self.seconds, 3),
             "interrupted": self.interrupted, "ok": self.ok, "tested": self.tested,
             **{kind: self.count(kind) for kind in KINDS},
             "backends": {

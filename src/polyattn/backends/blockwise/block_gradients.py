@@ -108,7 +108,7 @@ def _four(bias: Bias) -> tuple[int, int, int, int]:
     shape = tuple(bias.payload.shape)
     if isinstance(bias, Alibi):
         return (shape[0] if len(shape) == 2 else 1, shape[-1], 1, 1)
-    return (1,) * (4 - len(shape)) + shape  # type: ignore[return-value]
+    return (1,) * (4 - len(shape)) + shape
 
 
 def _padded(shape: tuple[int, int, int, int], blocks: Blocks) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ def _mark(sums: _Sums, seen: Array, values: Array) -> _Sums:
         met = jnp.einsum("bkgts,xbksv->xbkgtv", _full(seen, sums), kinds.astype(jnp.float32)) > 0
         return sums._replace(nan=sums.nan | met[0], high=sums.high | met[1], low=sums.low | met[2])
 
-    return jax.lax.cond(jnp.isfinite(values).all(), lambda sums: sums, mark, sums)
+    marked: _Sums = jax.lax.cond(jnp.isfinite(values).all(), lambda sums: sums, mark, sums)
+    return marked
 
 
 def _full(seen: Array, sums: _Sums) -> Array:
