@@ -26,19 +26,41 @@ if importlib.util.find_spec("jax") is None:
 
 if typing.TYPE_CHECKING:
     from polyattn.jax.attend import attention, explain, plan
+    from polyattn.jax.operator.impl import AttentionImpl
+    from polyattn.jax.operator.metadata import AttentionMetadata
+    from polyattn.jax.operator.output import AttentionOutput
+    from polyattn.jax.sharding.axes import PartitionAxis
 
 _HOMES = {
-    "attention": "attend", "explain": "attend", "plan": "attend",
-}  # fmt: skip
+    "attention": "attend",
+    "explain": "attend",
+    "plan": "attend",
+    "AttentionImpl": "operator.impl",
+    "AttentionMetadata": "operator.metadata",
+    "AttentionOutput": "operator.output",
+    "AttentionRegistry": "operator.implementations",
+    "PartitionAxis": "sharding.axes",
+}
+_NEWER = {  # what the newest version of the source calls the same
+    "OperationImpl": "AttentionImpl",
+    "OperationMetadata": "AttentionMetadata",
+    "OperationOutput": "AttentionOutput",
+    "OperationRegistry": "AttentionRegistry",
+}
 
-__all__ = ["attention", "explain", "plan"]
+__all__ = [
+    "AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "OperationImpl",
+    "OperationMetadata", "OperationOutput", "OperationRegistry", "PartitionAxis", "attention",
+    "explain", "plan",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> typing.Any:
     """Import what is asked for; ``import polyattn.jax`` alone does nothing to JAX."""
-    if name not in _HOMES:
+    known = _NEWER.get(name, name)
+    if known not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[known]}"), known)
     globals()[name] = found
     return found
 

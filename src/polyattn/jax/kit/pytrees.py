@@ -38,7 +38,9 @@ def ensure_pytree(value: Mask | Bias | None) -> None:
 
 def _register(cls: type) -> None:
     _known.add(cls)
-    jax.tree_util.register_pytree_node(cls, _flatten, lambda aux, leaves: _made(cls, aux, leaves))
+    jax.tree_util.register_pytree_with_keys(
+        cls, _with_keys, lambda aux, leaves: _made(cls, aux, leaves), _flatten
+    )
 
 
 def _is_child(value: Any) -> bool:
@@ -55,6 +57,13 @@ def _flatten(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     held = [getattr(value, field.name) for field in fields(value)]
     leaves = tuple(one for one in held if _is_child(one))
     return leaves, tuple(_ARRAY if _is_child(one) else one for one in held)
+
+
+def _with_keys(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves, aux = _flatten(value)
+    names = (f.name for f, one in zip(fields(value), aux, strict=True) if one is _ARRAY)
+    keys = map(jax.tree_util.GetAttrKey, names)
+    return tuple(zip(keys, leaves, strict=True)), aux
 
 
 def _made(cls: type, aux: tuple[Any, ...], leaves: Any) -> Any:

@@ -1,0 +1,132 @@
+"""The implementations by name: each is a row that says which backends run it where."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+
+from polyattn.errors import UnknownBackend
+from polyattn.jax.attend import attention
+from polyattn.jax.kit.layouts import to_bnth
+from polyattn.jax.operator.call_arguments import arguments
+from polyattn.jax.operator.impl import AttentionImpl
+from polyattn.jax.operator.impl_registry import AttentionRegistry
+from polyattn.jax.operator.output import AttentionOutput
+from polyattn.jax.operator.over_mesh import over_mesh
+from polyattn.jax.operator.weights import attention_weights
+from polyattn.jax.sharding.modes import GENERATION_MODES, check_mode
+from polyattn.selection.registry import registry
+
+__all__ = ["ROWS", "PolyattnImpl"]
+
+ROWS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
+    # names, then the backends of each device in order; of others those of "native"
+    (("vanilla",), {"native": ("jax_reference",)}),
+    (("sdpa", "cudnn", "cuda_flash_attn2"), {
+        "native": ("jax_xla", "jax_blockwise"), "cuda": ("jax_cudnn", "jax_xla", "jax_blockwise"),
+    }),
+    (("flash_attn2", "flash"), {
+        "native": ("jax_blockwise",), "cpu": ("native_cpu", "jax_blockwise"),
+        "gpu": ("pallas", "jax_blockwise"), "tpu": ("pallas", "splash", "jax_blockwise"),
+    }),
+    (("blockwise",), {"native": ("jax_blockwise",)}),
+    (("native_cpu",), {"native": ("native_cpu",)}),
+)  # fmt: skip
+
+
+class PolyattnImpl(AttentionImpl):
+    """An implementation that calls :func:`polyattn.jax.attention` with backends of its own.
+
+    Takes what :func:`~polyattn.jax.operator.call_arguments.arguments` takes, and `return_weights`,
+    `return_lse` and `mode`; gives an :class:`AttentionOutput`. With a mesh in the metadata the
+    call runs on each device's share of batch and heads.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    backends: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def get_requirements(cls, mode: str = "__train__") -> dict[str, Any]:
+        return {"backends": dict(cls.backends), "cache": check_mode(mode) in GENERATION_MODES}
+
+    def _run(
+        self,
+        device: str,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        return_weights: bool = False,
+        return_lse: bool = False,
+        mode: str | None = None,
+        **options: Any,
+    ) -> AttentionOutput:
+        call = arguments(self.metadata, query, key, value, **options)
+        layout = call.options["layout"]
+        mode = self.get_mode(call.query, layout == "BTNH", mode) if layout != "packed" else mode
+        wanted = self._registered(device)
+
+        def attend(q: Any, k: Any, v: Any, **given: Any) -> Any:
+            return attention(q, k, v, **given, return_lse=True, backend=wanted)
+
+        out, lse = over_mesh(self.metadata, attend, call, mode)
+        weights = None
+        if return_weights:
+            q, k = (to_bnth(x, layout) for x in (call.query, call.key))
+            told = {name: call.options[name] for name in ("mask", "bias", "softcap")}
+            scale = call.options["scale"] or q.shape[-1] ** -0.5
+            lifted = lse[None] if layout == "packed" else lse
+            weights = attention_weights(q, k, lifted, scale=scale, **told)
+        return AttentionOutput(weights, out, lse if return_lse else None)
+
+    def _registered(self, device: str) -> tuple[str, ...]:
+        """Return the backends of a device that there are, in order."""
+        chosen = self.backends.get(device) or self.backends.get(_FAMILY.get(device, ""))
+        chosen = chosen or self.backends["native"]
+        here = registry.names("jax")
+        found = tuple(name for name in chosen if name in here)
+        if not found:
+            raise UnknownBackend(
+                f"got {self.names[0]!r} on {device}, which runs on {' or '.join(chosen)}, expected "
+                f"a backend that is registered: {', '.join(here)}."
+            )
+        return found
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return self._run("native", *args, **kwargs)
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return self._run("cpu", *args, **kwargs)
+
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return self._run("gpu", *args, **kwargs)
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return self._run("cuda", *args, **kwargs)
+
+    def forward_rocm(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return self._run("rocm", *args, **kwargs)
+
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return self._run("tpu", *args, **kwargs)
+
+
+_FAMILY = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def _declare(names: tuple[str, ...], backends: dict[str, tuple[str, ...]]) -> None:
+    title = "".join(part.title() for part in names[0].split("_"))
+    about = f"Attention as {' or '.join(names)}: {', '.join(backends['native'])} anywhere."
+    made = type(f"{title}Attention", (PolyattnImpl,), {
+        "names": names, "backends": backends, "__doc__": about, "__module__": __name__,
+    })  # fmt: skip
+    AttentionRegistry.register(made)
+
+
+for _names, _backends in ROWS:
+    _declare(_names, _backends)

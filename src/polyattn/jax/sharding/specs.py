@@ -1,0 +1,141 @@
+"""Partition specs of attention's arrays, by mode and layout; legal for their mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from polyattn.errors import InvalidProblem
+from polyattn.jax.sharding.axes import Axis, PartitionAxis
+from polyattn.jax.sharding.modes import AUTOREGRESSIVE, GENERATION_MODES, check_mode
+
+__all__ = ["LAYOUTS", "AttnShardingRules", "attention_specs", "check_divides", "flat"]
+
+LAYOUTS = ("bthd", "bhtd", "thd")
+
+
+class AttnShardingRules(NamedTuple):
+    """The specs of one call. `query3d`: of a query without a sequence dim, (B, N, H)."""
+
+    query3d: PartitionSpec
+    query: PartitionSpec
+    key: PartitionSpec
+    value: PartitionSpec
+    bias: PartitionSpec
+    mask: PartitionSpec
+    output: PartitionSpec
+    q_segment_ids: PartitionSpec
+    kv_segment_ids: PartitionSpec
+    softmax_aux: PartitionSpec | None
+
+
+class _Dims(NamedTuple):
+    """The mesh axes of each dim, in one mode."""
+
+    batch: Axis
+    q_len: Axis
+    kv_len: Axis
+    head: Axis
+    kv_head: Axis
+    dim: Axis
+    kv_dim: Axis
+
+
+def attention_specs(
+    axes: PartitionAxis,
+    mode: str,
+    layout: str = "bthd",
+    qkv_mni_sharding: bool = False,
+    softmax_aux: Any = None,
+) -> AttnShardingRules:
+    """Return the specs of a call in a mode, in a layout.
+
+    `qkv_mni_sharding`: keys and values have the axes of the query heads. `softmax_aux`: sinks, (N,)
+    or (N, M), whose spec is wanted. The query of ``__autoregressive__`` is one row, so its sequence
+    has no axis. Raises :class:`InvalidProblem` for a mode or layout that is none, and where one
+    array would have an axis twice.
+
+    >>> tuple(attention_specs(PartitionAxis(), "__autoregressive__").query)
+    (('fsdp', 'dp'), None, 'tp', None)
+    """
+    if layout not in LAYOUTS:
+        raise InvalidProblem(f"got layout={layout!r}, expected one of {', '.join(LAYOUTS)}.")
+    at = _dims(axes, check_mode(mode), qkv_mni_sharding)
+    q, k = (at.batch, at.q_len, at.head, at.dim), (at.batch, at.kv_len, at.kv_head, at.dim)
+    v, out = (*k[:3], at.kv_dim), (*q[:3], at.kv_dim)
+    # rows and keys lie on the same axis where a sequence is spread: a score has it once
+    columns = None if flat(at.kv_len) & flat(at.q_len) else at.kv_len
+    aux = None
+    if softmax_aux is not None:
+        aux = _legal("softmax_aux", (at.head, *(None,) * (softmax_aux.ndim - 1)))
+    return AttnShardingRules(
+        _legal("query", (at.batch, at.head, at.dim)),
+        _legal("query", _ordered(q, layout)),
+        _legal("key", _ordered(k, layout)),
+        _legal("value", _ordered(v, layout)),
+        _legal("bias", (at.batch, at.head, at.q_len, columns)),
+        _legal("mask", (at.batch, None, at.q_len, columns)),
+        _legal("output", _ordered(out, layout)),
+        _legal("q_segment_ids", (at.batch, at.q_len)),
+        _legal("kv_segment_ids", (at.batch, at.kv_len)),
+        aux,
+    )
+
+
+def _dims(axes: PartitionAxis, mode: str, all_heads: bool) -> _Dims:
+    generation = mode in GENERATION_MODES
+    rows = axes.of("query_sequence", mode == AUTOREGRESSIVE)
+    head = axes.of("head", generation)
+    return _Dims(
+        axes.of("batch", generation),
+        rows,
+        axes.of("key_sequence", generation),
+        head,
+        head if all_heads else axes.of("kv_head", generation),
+        axes.of("attention_dim", generation),
+        axes.of("attention_kv_dim", generation),
+    )
+
+
+def _ordered(dims: tuple[Axis, ...], layout: str) -> tuple[Axis, ...]:
+    batch, length, heads, last = dims
+    if layout == "thd":  # packed rows belong to sequences of any length: none is cut
+        return None, heads, last
+    return (batch, length, heads, last) if layout == "bthd" else (batch, heads, length, last)
+
+
+def flat(axis: Axis) -> frozenset[str]:
+    """Return the names in an axis.
+
+    >>> sorted(flat(("fsdp", "dp"))), flat(None)
+    (['dp', 'fsdp'], frozenset())
+    """
+    return frozenset((axis,) if isinstance(axis, str) else axis or ())
+
+
+def _legal(name: str, dims: tuple[Axis, ...]) -> PartitionSpec:
+    seen: dict[str, int] = {}
+    for place, axis in enumerate(dims):
+        for one in sorted(flat(axis)):
+            if one in seen:
+                raise InvalidProblem(
+                    f"got the mesh axis {one!r} for dims {seen[one]} and {place} of {name}, "
+                    "expected each axis once in an array; set one of them to None, as "
+                    "PartitionAxis(decode_key_sequence_axis=None)."
+                )
+            seen[one] = place
+    return PartitionSpec(*dims)
+
+
+def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:
+    """Raise :class:`InvalidProblem` where a dim is no multiple of the devices it is spread over."""
+    for place, axis in enumerate(spec):
+        size = 1
+        for one in flat(axis):
+            size *= int(mesh.shape[one])
+        if place < len(shape) and shape[place] % size:
+            raise InvalidProblem(
+                f"got {name} of shape {tuple(shape)} with dim {place} over {axis!r}, which is "
+                f"{size} devices; expected a multiple of {size}. Pad it, or take the axis away."
+            )
