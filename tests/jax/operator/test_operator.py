@@ -1,0 +1,360 @@
+"""The operator layer by name: metadata, modes, specs, registry, implementations, outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from jax.sharding import PartitionSpec
+
+import polyattn.jax
+from polyattn import Causal, InvalidProblem, Padding, PolyattnError, Unsupported
+from polyattn.jax import (
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionOutput,
+    AttentionRegistry,
+    PartitionAxis,
+    attention,
+)
+from polyattn.jax.operator.call_arguments import window_of
+from polyattn.jax.sharding.modes import MODES
+from polyattn.native import module
+from polyattn.selection.registry import Available
+
+B, T, N, K, H = 2, 6, 4, 2, 8
+NAMES = [
+    name
+    for name in AttentionRegistry.list_implementations()
+    if name != "native_cpu" or isinstance(module.status(), Available)
+]
+
+
+def draw(seed: int, *shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+
+
+Q, KEY, V = draw(0, B, T, N, H), draw(1, B, T, K, H), draw(2, B, T, K, H)
+
+
+def mesh(*names: str, size: int = 1) -> Any:
+    return jax.sharding.AbstractMesh((size,) * len(names), names)
+
+
+# Names ------------------------------------------------------------------------------------------
+
+
+def test_the_names_of_the_newest_version_are_the_same_things() -> None:
+    for name in ("Impl", "Metadata", "Output", "Registry"):
+        old, new = (getattr(polyattn.jax, f"{first}{name}") for first in ("Attention", "Operation"))
+        assert old is new
+
+
+def test_every_name_of_the_document_is_there() -> None:
+    for name in (
+        "forward_native", "forward_tpu", "forward_gpu", "forward_cpu", "forward_cuda",
+        "forward_rocm", "get_impl_name", "get_impl_metadata", "current_backend", "get_mode",
+        "repeat_kv_heads", "create_stable_sharding", "get_requirements",
+    ):  # fmt: skip
+        assert callable(getattr(AttentionImpl, name))
+    for kind in (AttentionMetadata, AttentionOutput):
+        for name in ("to_dict", "from_dict", "to_json", "from_json", "replace"):
+            assert callable(getattr(kind, name))
+    assert {"vanilla", "sdpa", "cudnn", "flash_attn2", "blockwise"} <= set(NAMES)
+
+
+# Metadata ---------------------------------------------------------------------------------------
+
+
+def test_metadata_works_without_a_mesh() -> None:
+    made = AttentionMetadata(jnp.bfloat16)
+    assert (made.runtime_dtype, made.runtime_softmax_dtype) == ("bfloat16", "float32")
+    assert (made.blocksize_q, made.blocksize_k, made.blocksize_b) == (512, 1024, 1)
+    assert made.mesh is None and made.softmax_scale is None and made.sequence_axis_name == "sp"
+
+
+def test_metadata_takes_from_a_config_what_is_not_given() -> None:
+    config = SimpleNamespace(
+        attn_dtype=jnp.bfloat16, blocksize_q=64, scan_attention_layers=False, sequence_axis_name="x"
+    )
+    made = AttentionMetadata.from_config(config, softmax_scale=0.5, dropout_prob=0.1)
+    assert (made.blocksize_q, made.blocksize_k, made.scan_ring_attention) == (64, 1024, False)
+    assert (made.softmax_scale, made.dropout_prob, made.runtime_dtype) == (0.5, 0.1, "bfloat16")
+    assert made.sequence_axis_name == "x"
+    made.set_attrs_carefully("blocksize_q", 7)
+    assert made.blocksize_q == 64  # what is given stays
+
+
+def test_metadata_passes_through_plain_data() -> None:
+    axes = PartitionAxis(batch_axis="dp", decode_key_sequence_axis=None)
+    made = AttentionMetadata(
+        partition_axis=axes, mesh=mesh("dp", "sp", "tp"), soft_cap=3.0, backend="TPU"
+    )
+    assert (
+        AttentionMetadata.from_dict(json.loads(made.to_json(indent=1))).replace(mesh=made.mesh)
+        == made
+    )
+    assert made.backend == "tpu" and made.replace(soft_cap=None).soft_cap is None
+
+
+def wrong_metadata() -> Iterator[tuple[dict[str, Any], str]]:
+    yield {"backend": "npu"}, "expected one of cpu"
+    yield {"blocksize_q": 0}, "a size of 1 or more"
+    yield {"dropout_prob": 2.0}, "expected 0 to 1"
+    yield {"runtime_dtype": "flaot32"}, "one that JAX knows"
+    yield {"runtime_softmax_dtype": jnp.bfloat16}, "in float32 at least"
+    yield {"mesh": 3}, r"a jax\.sharding\.Mesh"
+    yield {"partition_axis": "dp"}, "PartitionAxis"
+    yield {"mesh": mesh("dp"), "partition_axis": PartitionAxis()}, "got the axis 'fsdp'"
+
+
+@pytest.mark.parametrize(("fields", "message"), list(wrong_metadata()))
+def test_metadata_that_means_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionMetadata(**fields)
+    with pytest.raises(ValueError, match="Did you mean 'soft_cap'"):
+        AttentionMetadata().replace(soft_cup=1.0)
+
+
+# Specs ------------------------------------------------------------------------------------------
+
+
+def test_specs_differ_by_mode_where_they_must() -> None:
+    made = AttentionMetadata()
+    found = {mode: made.get_shardings(mode) for mode in MODES}
+    batch = ("fsdp", "dp")
+    assert found["__train__"][0] == PartitionSpec(batch, "sp", "tp", None)
+    assert found["__autoregressive__"][0] == PartitionSpec(batch, None, "tp", None)
+    assert found["__autoregressive__"][1] == PartitionSpec(batch, "sp", "tp", None)
+    assert found["__autoregressive__"][3] == PartitionSpec(batch, "tp", None, "sp")
+    assert found["__train__"][3] == PartitionSpec(batch, "tp", "sp", None)  # by head
+    assert found["__train__"][5] == found["__train__"][0]
+
+
+def test_layouts_and_what_only_they_have() -> None:
+    made = AttentionMetadata()
+    rules = made.get_shardings("__prefill__", layout="bhtd", softmax_aux=jnp.ones((4, 2)))
+    assert rules.query == PartitionSpec(("fsdp", "dp"), "tp", "sp", None)
+    assert made.get_shardings("__prefill__", False)[0] == rules.query
+    assert rules.softmax_aux == PartitionSpec("tp", None)
+    assert rules.q_segment_ids == PartitionSpec(("fsdp", "dp"), "sp")
+    assert made.get_shardings("__train__", layout="thd").query == PartitionSpec(None, "tp", None)
+    many = PartitionAxis(head_axis=("tp", "ep"), kv_head_axis=None)
+    made = AttentionMetadata(partition_axis=many)
+    assert made.get_shardings("__train__")[1][2] is None
+    assert made.get_shardings("__train__", qkv_mni_sharding=True)[1][2] == ("tp", "ep")
+
+
+def test_none_takes_an_axis_away_and_no_axis_comes_twice() -> None:
+    twice = PartitionAxis(decode_head_axis=("tp", "sp"), decode_query_sequence_axis="sp")
+    with pytest.raises(InvalidProblem, match="'sp' for dims 1 and 2 of query"):
+        AttentionMetadata(partition_axis=twice).get_shardings("__autoregressive__")
+    once = PartitionAxis(
+        decode_batch_axis="dp", decode_head_axis=("tp", "sp"), decode_kv_head_axis=("tp", "sp"),
+        decode_key_sequence_axis=None,
+    )  # fmt: skip
+    q, k, *_ = AttentionMetadata(partition_axis=once).get_shardings("__autoregressive__")
+    assert q == PartitionSpec("dp", None, ("tp", "sp"), None) == k
+    with pytest.raises(InvalidProblem, match="Did you mean '__train__'"):
+        AttentionMetadata().get_shardings("train")
+    with pytest.raises(InvalidProblem, match="expected one of bthd"):
+        AttentionMetadata().get_shardings("__train__", layout="btnh")
+
+
+def test_axes_that_a_mesh_lacks_are_left_out_where_none_were_asked_for() -> None:
+    made = AttentionMetadata(mesh=mesh("dp", "tp"))
+    assert made.get_shardings("__train__")[0] == PartitionSpec("dp", None, "tp", None)
+
+
+# Implementations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_implementation_computes_attention(name: str) -> None:
+    impl = AttentionRegistry.create(name, AttentionMetadata())
+    found = jax.jit(lambda q, k, v: impl(q, k, v, causal=True, return_lse=True))(Q, KEY, V)
+    want, lse = attention(Q, KEY, V, mask=Causal(), return_lse=True, backend="jax_reference")
+    np.testing.assert_allclose(found.attention_outputs, want, atol=2e-6)
+    np.testing.assert_allclose(found.lse, lse, atol=2e-6)
+    assert impl.get_impl_metadata() is impl.metadata and found.attention_weights is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_argument_arrives(name: str) -> None:
+    made = AttentionMetadata(softmax_scale=0.3, soft_cap=2.0)
+    impl, sinks, bias = AttentionRegistry.create(name, made), draw(3, N), draw(4, 1, N, T, T)
+    ids = jnp.arange(T) // 4
+    found = impl(
+        Q, KEY, V, mask=Padding(kv_lengths=jnp.array([3, 5])), sliding_window=(2, 0),
+        init_bias=lambda: bias, softmax_aux=sinks, q_segment_ids=ids, kv_segment_ids=ids,
+        return_weights=True,
+    )  # fmt: skip
+    mask = Padding(kv_lengths=jnp.array([3, 5])) & window_of((2, 0)) & polyattn.Segments(ids, ids)
+    want = attention(
+        Q, KEY, V, mask=mask, bias=polyattn.DenseBias(bias), scale=0.3, softcap=2.0, sinks=sinks,
+        backend="jax_reference",
+    )  # fmt: skip
+    np.testing.assert_allclose(found.attention_outputs, want, atol=2e-6)
+    values = jnp.repeat(V, N // K, 2)
+    told = jnp.einsum("bnts,bsnh->btnh", found.attention_weights, values)
+    np.testing.assert_allclose(told, want, atol=2e-6)
+
+
+def test_packed_rows_and_heads_second() -> None:
+    impl = AttentionRegistry.create("blockwise", AttentionMetadata())
+    cu = jnp.array([0, 2, 6])
+    out = impl(Q[0], KEY[0], V[0], cum_seqlens_q=cu, causal=True).attention_outputs
+    alone = impl(Q[:1, 2:], KEY[:1, 2:], V[:1, 2:], causal=True).attention_outputs
+    np.testing.assert_allclose(out[2:], alone[0], atol=2e-6)
+    turned = impl(*(x.swapaxes(1, 2) for x in (Q, KEY, V)), BTHD=False).attention_outputs
+    np.testing.assert_allclose(turned.swapaxes(1, 2), impl(Q, KEY, V).attention_outputs, atol=2e-6)
+
+
+def test_dropout_is_for_training() -> None:
+    impl = AttentionRegistry.create("vanilla", AttentionMetadata(dropout_prob=0.5))
+    plain = impl(Q, KEY, V).attention_outputs
+    np.testing.assert_array_equal(plain, impl(Q, KEY, V, deterministic=True).attention_outputs)
+    key = jax.random.key(0)
+    dropped = impl(Q, KEY, V, deterministic=False, dropout_rng=key).attention_outputs
+    assert not np.array_equal(plain, dropped)
+    with pytest.raises(InvalidProblem, match="dropout_key"):
+        impl(Q, KEY, V, deterministic=False)
+
+
+def test_the_backend_of_the_metadata_is_the_one_that_is_called() -> None:
+    called = []
+
+    class Told(AttentionImpl):
+        @classmethod
+        def get_impl_name(cls) -> str:
+            return "told"
+
+        def forward_native(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+            called.append("native")
+            return AttentionOutput()
+
+        def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+            called.append("cpu")
+            return AttentionOutput()
+
+        def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+            called.append("gpu")
+            return AttentionOutput()
+
+    for backend in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+        Told(AttentionMetadata(backend=backend))(Q, KEY, V)
+    assert called == ["cpu", "gpu", "gpu", "gpu", "native"]
+    Told(AttentionMetadata())(Q, KEY, V)
+    assert called[-1] == Told(AttentionMetadata()).current_backend() == jax.default_backend()
+    if isinstance(module.status(), Available):
+        impl = AttentionRegistry.create("native_cpu", AttentionMetadata(dropout_prob=0.5))
+        with pytest.raises(Unsupported, match="dropout"):  # strict: no other backend steps in
+            impl(Q, KEY, V, deterministic=False, dropout_rng=jax.random.key(0))
+
+
+# Registry ---------------------------------------------------------------------------------------
+
+
+def test_the_registry_knows_names_once() -> None:
+    class Mine(AttentionImpl):
+        @classmethod
+        def get_impl_name(cls) -> tuple[str, ...]:
+            return "mine", "also_mine"
+
+        def forward_native(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+            return AttentionOutput()
+
+    try:
+        assert AttentionRegistry.register(Mine) is Mine is AttentionRegistry.register(Mine)
+        assert AttentionRegistry.get("also_mine") is AttentionRegistry.get("mine") is Mine
+        metadata = AttentionMetadata()
+        assert AttentionRegistry.create("mine", metadata).metadata is metadata
+
+        class Other(Mine):
+            pass
+
+        with pytest.raises(PolyattnError, match="a second implementation called 'mine'"):
+            AttentionRegistry.register(Other)
+    finally:
+        for name in ("mine", "also_mine"):
+            AttentionRegistry._impls.pop(name, None)
+    with pytest.raises(ValueError, match="Did you mean 'flash'"):
+        AttentionRegistry.get("flsh")
+    with pytest.raises(InvalidProblem, match="expected AttentionMetadata"):
+        AttentionRegistry.create("vanilla", {})  # type: ignore[arg-type]
+
+
+# Helpers ----------------------------------------------------------------------------------------
+
+
+def test_helpers_of_implementations() -> None:
+    impl = AttentionRegistry.create("vanilla", AttentionMetadata())
+    assert impl.get_mode(Q[:, :1]) == "__autoregressive__" and impl.get_mode(Q) == "__train__"
+    assert impl.get_mode(Q[:, :1], mode="__prefill__") == "__prefill__"
+    assert impl.get_mode(Q[:, :1].swapaxes(1, 2), BTHD=False) == "__autoregressive__"
+    k, v = impl.repeat_kv_heads(KEY, V, 2)
+    np.testing.assert_array_equal(k[:, :, 1], KEY[:, :, 0])
+    assert v.shape == (B, T, N, H)
+    assert impl.get_requirements("__autoregressive__")["cache"]
+    assert not impl.get_requirements("__train__")["cache"]
+    rows, keys = jnp.arange(T)[None] < 4, jnp.arange(T)[None] < 5
+    both = impl._combine_query_kv_masks(rows, keys)
+    found = impl._split_attention_mask(both)
+    np.testing.assert_array_equal(found[0], rows)
+    np.testing.assert_array_equal(found[1], keys)
+    causal = impl._create_causal_mask(3, 5)
+    assert np.asarray(causal).sum(1).tolist() == [3, 4, 5]
+    with pytest.raises(InvalidProblem, match="no product of rows and keys"):
+        impl._split_attention_mask(causal[None, None])
+    assert impl._handle_kvhead(draw(5, B, K, T, T), N, K).shape == (B, N, T, T)
+    with pytest.raises(InvalidProblem, match="for 3 heads"):
+        impl._handle_kvhead(draw(5, B, 3, T, T), N, K)
+
+
+def test_a_stable_spec_never_loses_an_axis_without_a_word() -> None:
+    impl = AttentionRegistry.create("vanilla", AttentionMetadata(mesh=mesh("dp", "tp", size=4)))
+    whole = PartitionSpec("dp", None, "tp")
+    assert impl.create_stable_sharding(whole) == whole
+    assert impl.create_stable_sharding(whole, [0]) == PartitionSpec("dp", None, None)
+    assert (
+        impl.create_stable_sharding(whole, [2], clone_ps=PartitionSpec(None, None, "dp"))[2] == "dp"
+    )
+    assert impl.create_stable_sharding(whole, dep=None) is None
+    with pytest.raises(InvalidProblem, match="'dp', which is 4 devices"):
+        impl.create_stable_sharding(whole, tensor=jnp.ones((6, 2, 8)))
+    with pytest.raises(InvalidProblem, match="expected one of the mesh's: dp, tp"):
+        impl.create_stable_sharding(PartitionSpec("sp"))
+
+
+def test_outputs_pass_through_transformations_and_plain_data() -> None:
+    made = AttentionOutput(attention_outputs=Q.astype(jnp.bfloat16), lse=draw(6, B, N, T))
+    again = AttentionOutput.from_json(made.to_json())
+    assert again.attention_outputs.dtype == jnp.bfloat16 and again.attention_weights is None
+    np.testing.assert_array_equal(again.lse, made.lse)
+    assert len(jax.tree_util.tree_leaves(jax.jit(lambda x: x)(made))) == 2
+    assert made.replace(lse=None).lse is None
+
+
+def wrong_calls() -> Iterator[tuple[dict[str, Any], str]]:
+    yield {"precision": "highest"}, "expected None"
+    yield {"mask": jnp.ones((T, T))}, "an array of booleans"
+    yield {"kv_segment_ids": jnp.arange(T)}, "got kv_segment_ids alone"
+    yield {"cum_seqlens_k": jnp.arange(3)}, "got cum_seqlens_k alone"
+    yield {"mode": "decode"}, "expected one of __train__"
+
+
+@pytest.mark.parametrize(("options", "message"), list(wrong_calls()))
+def test_wrong_calls_are_refused(options: dict[str, Any], message: str) -> None:
+    impl = AttentionRegistry.create("vanilla", AttentionMetadata())
+    with pytest.raises(InvalidProblem, match=message):
+        impl(Q, KEY, V, **options)
+    with pytest.raises(TypeError):
+        impl(Q, KEY, V, no_such_argument=1)
