@@ -13,12 +13,14 @@ from polyattn.jax.operator.call_arguments import arguments
 from polyattn.jax.operator.impl import AttentionImpl
 from polyattn.jax.operator.impl_registry import AttentionRegistry
 from polyattn.jax.operator.output import AttentionOutput
-from polyattn.jax.operator.over_mesh import over_mesh
+from polyattn.jax.operator.over_mesh import over_mesh, spread_over
 from polyattn.jax.operator.weights import attention_weights
+from polyattn.jax.sequence_parallel.ring import ring_attention
+from polyattn.jax.sequence_parallel.ulysses import ulysses_attention
 from polyattn.jax.sharding.modes import GENERATION_MODES, check_mode
 from polyattn.selection.registry import registry
 
-__all__ = ["ROWS", "PolyattnImpl"]
+__all__ = ["ROWS", "PolyattnImpl", "RingAttention", "SequenceParallelImpl", "UlyssesAttention"]
 
 ROWS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
     # names, then the backends of each device in order; of others those of "native"
@@ -130,3 +132,50 @@ def _declare(names: tuple[str, ...], backends: dict[str, tuple[str, ...]]) -> No
 
 for _names, _backends in ROWS:
     _declare(_names, _backends)
+
+
+class SequenceParallelImpl(AttentionImpl):
+    """Attention over a sequence that the mesh's sequence axis spreads; arrays are whole.
+
+    The axis is the metadata's `sequence_axis_name`. Takes what :class:`PolyattnImpl` takes but for
+    bias, dropout and packed rows, and `local`: the backend of what each device computes.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    attend: ClassVar[Any] = None
+
+    @classmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        return cls.names
+
+    def forward_native(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        local: str | tuple[str, ...] | None = None,
+        return_lse: bool = False,
+        mode: str | None = None,
+        **options: Any,
+    ) -> AttentionOutput:
+        call = arguments(self.metadata, query, key, value, **options)
+        self.get_mode(call.query, True, mode)
+        out, lse = spread_over(self.metadata, type(self).attend, call, local)
+        return AttentionOutput(None, out, lse if return_lse else None)
+
+
+@AttentionRegistry.register
+class RingAttention(SequenceParallelImpl):
+    """Keys and values travel around the devices; see :mod:`polyattn.jax.sequence_parallel.ring`."""
+
+    names = ("ring",)
+    attend = staticmethod(ring_attention)
+
+
+@AttentionRegistry.register
+class UlyssesAttention(SequenceParallelImpl):
+    """Rows are exchanged for heads; see :mod:`polyattn.jax.sequence_parallel.ulysses`."""
+
+    names = ("ulysses",)
+    attend = staticmethod(ulysses_attention)

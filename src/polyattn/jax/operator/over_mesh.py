@@ -15,7 +15,7 @@ from polyattn.jax.sharding.axes import Axis
 from polyattn.jax.sharding.modes import AUTOREGRESSIVE, TRAIN
 from polyattn.jax.sharding.specs import AttnShardingRules, attention_specs, check_divides, flat
 
-__all__ = ["over_mesh"]
+__all__ = ["over_mesh", "spread_over"]
 
 
 def over_mesh(
@@ -121,3 +121,46 @@ def _spec(path: Any, x: Any, batch: Axis, head: Axis) -> PartitionSpec:
     elif name == "sinks":
         dims[0] = head
     return PartitionSpec(*dims)
+
+
+def spread_over(
+    metadata: AttentionMetadata, attend: Callable[..., Any], call: Arguments, local: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return (out, lse) of whole arrays, computed with the sequence spread over the mesh's axis.
+
+    Raises :class:`InvalidProblem` without a mesh that has the axis, and for what cannot be spread.
+    """
+    mesh, axis, options = metadata.mesh, metadata.sequence_axis_name, dict(call.options)
+    if mesh is None or not hasattr(mesh, "devices") or axis not in mesh.axis_names:
+        here = "no mesh" if mesh is None else f"a mesh of {', '.join(mesh.axis_names)}"
+        raise InvalidProblem(
+            f"got {here}, expected a mesh with the sequence axis {axis!r}: "
+            "AttentionMetadata(mesh=jax.make_mesh(...))."
+        )
+    for name, wanted in (("bias", None), ("dropout_p", 0.0), ("layout", "BTNH")):
+        if options.pop(name) != wanted:
+            raise InvalidProblem(f"got {name} over a sequence that is spread, expected {wanted!r}.")
+    options.pop("dropout_key")
+    arrays = {name: options.pop(name) for name in ("mask", "sinks")}
+    rows = PartitionSpec(None, axis, None, None)
+    for name, array in (("query", call.query), ("key", call.key), ("value", call.value)):
+        check_divides(name, tuple(array.shape), rows, mesh)
+    specs = jax.tree_util.tree_map_with_path(lambda path, x: _of_rows(path, x, axis), arrays)
+
+    def shared(q: Any, k: Any, v: Any, arrays: Any) -> Any:
+        return attend(q, k, v, axis_name=axis, return_lse=True, backend=local, **options, **arrays)
+
+    run = jax.shard_map(
+        shared, mesh=mesh, in_specs=(rows, rows, rows, specs),
+        out_specs=(rows, PartitionSpec(None, None, axis)), check_vma=False,
+    )  # fmt: skip
+    given = (call.query, call.key, call.value, arrays)
+    return run(*_placed(mesh, given, (rows, rows, rows, specs)))  # type: ignore[no-any-return]
+
+
+def _of_rows(path: Any, x: Any, axis: str) -> PartitionSpec:
+    """Return where an array lies: ids with the rows that they are of, all else everywhere."""
+    name = str(getattr(path[-1], "name", ""))
+    if name in ("q_ids", "kv_ids"):
+        return PartitionSpec(*(None,) * (x.ndim - 1), axis)
+    return PartitionSpec(*(None,) * x.ndim)
