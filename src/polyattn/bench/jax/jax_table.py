@@ -27,7 +27,7 @@ def print_record(record: Mapping[str, Any]) -> None:
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     for row in record["rows"]:
         table.add_row(*_cells(row), *(_other(row, name) for name in others), row["chosen"])
-    console().print(table)
+    console(width=150).print(table)
     for line in (_LEGEND, *_memory(record), *_tracing(record), *_verdict(record)):
         say(line)
 
