@@ -58,10 +58,8 @@ def _named(mask: Any, bias: Any, sinks: Any) -> dict[str, Any]:
     return {"mask": mask, "bias": bias, "sinks": sinks}
 
 
-def _bridged(case: Case, call: Callable[..., Any]) -> Callable[[Inputs], Any]:
-    """Return a function of inputs whose results torch differentiates; compiled once a case."""
-    jax = importlib.import_module("jax")
-    importlib.import_module("polyattn.jax.kit.pytrees")  # masks and biases pass into jit
+def _attending(case: Case, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of arrays, leaves first, that gives a tuple: out, and lse if it is asked."""
     options = _options(case)
 
     def attend(leaves: Sequence[Any], bias: Any, mask: Any) -> Any:
@@ -70,6 +68,13 @@ def _bridged(case: Case, call: Callable[..., Any]) -> Callable[[Inputs], Any]:
             bias = bias.map(lambda name, x: rest[0])
         found = call(options, q, k, v, mask, bias, rest[-1] if case.sinks else None)
         return found if case.lse else (found,)
+
+    return attend
+
+
+def _pulling(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that gives the gradients of the leaves that are wanted."""
+    jax = importlib.import_module("jax")
 
     def pull(
         wanted: tuple[int, ...], leaves: list[Any], bias: Any, mask: Any, grads: Sequence[Any]
@@ -81,9 +86,16 @@ def _bridged(case: Case, call: Callable[..., Any]) -> Callable[[Inputs], Any]:
         _, back = jax.vjp(of_wanted, *(leaves[i] for i in wanted))
         return back(tuple(grads))
 
-    eager = case.seed % _EAGER == 0
-    forward = attend if eager else jax.jit(attend)
-    backward = jax.jit(pull, static_argnums=0)
+    return pull
+
+
+def _bridged(case: Case, call: Callable[..., Any]) -> Callable[[Inputs], Any]:
+    """Return a function of inputs whose results torch differentiates; compiled once a case."""
+    jax = importlib.import_module("jax")
+    importlib.import_module("polyattn.jax.kit.pytrees")  # masks and biases pass into jit
+    attend = _attending(case, call)
+    forward = attend if case.seed % _EAGER == 0 else jax.jit(attend)
+    backward = jax.jit(_pulling(attend), static_argnums=0)
 
     class Through(torch.autograd.Function):
         """The call, with its gradients."""

@@ -14,7 +14,7 @@ from polyattn.jax.operator.impl import AttentionImpl
 from polyattn.jax.operator.impl_registry import AttentionRegistry
 from polyattn.jax.operator.output import AttentionOutput
 from polyattn.jax.operator.over_mesh import over_mesh, spread_over
-from polyattn.jax.operator.weights import attention_weights
+from polyattn.jax.operator.probabilities import attention_weights
 from polyattn.jax.sequence_parallel.ring import ring_attention
 from polyattn.jax.sequence_parallel.ulysses import ulysses_attention
 from polyattn.jax.sharding.modes import GENERATION_MODES, check_mode
