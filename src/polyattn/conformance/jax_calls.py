@@ -59,7 +59,7 @@ def _named(mask: Any, bias: Any, sinks: Any) -> dict[str, Any]:
 
 
 def _attending(case: Case, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of arrays, leaves first, that gives a tuple: out, and lse if it is asked."""
+    """Return a function of arrays, leaves first, that gives a tuple: out, and lse if asked."""
     options = _options(case)
 
     def attend(leaves: Sequence[Any], bias: Any, mask: Any) -> Any:
