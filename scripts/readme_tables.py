@@ -30,9 +30,13 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "f
 
 def table(backends: Registry) -> str:
     """Return the table in Markdown, one row for each backend and device it declares."""
-    lines = ["| backend | device | dtypes | refuses | what it is |", "|---|---|---|---|---|"]
-    for backend in backends.in_tree():
-        lines += [f"| {' | '.join(row)} |" for row in rows(backend)]
+    lines = [
+        "| backend | of | device | dtypes | refuses | what it is |",
+        "|---|---|---|---|---|---|",
+    ]
+    for framework in ("torch", "jax"):
+        for backend in backends.in_tree(framework):
+            lines += [f"| {' | '.join(row)} |" for row in rows(backend)]
     return "\n".join(lines)
 
 
@@ -42,9 +46,10 @@ def rows(backend: Backend) -> Iterator[tuple[str, ...]]:
     for can in declared if isinstance(declared, tuple) else (declared,):
         yield (
             f"`{backend.name}`",
+            backend.framework,
             ", ".join(sorted(can.devices)),
             dtypes(can),
-            refusals(can),
+            refusals(can, backend.framework),
             backend.summary,
         )
 
@@ -54,12 +59,13 @@ def dtypes(can: Capabilities) -> str:
     return ", ".join(short for name, short in SHORT.items() if name in can.dtypes)
 
 
-def refusals(can: Capabilities) -> str:
-    """Return what the declaration does not allow."""
+def refusals(can: Capabilities, framework: str) -> str:
+    """Return what the declaration does not allow; only torch's can be asked to be compiled."""
+    beside = {"sinks_grad": not can.sinks, "compiled": framework != "torch"}
     found = [
         text
         for name, text in FEATURES.items()
-        if not getattr(can, name) and not (name == "sinks_grad" and not can.sinks)
+        if not getattr(can, name) and not beside.get(name, False)
     ]
     if lacking := ALL_MASKS - set(can.masks) - {"Full"}:
         known = ", ".join(f"`{name}`" for name in sorted(can.masks))
