@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -29,11 +30,11 @@ constexpr int kWidth = 4;  // integers of a term, as polyattn/native/program.py 
 constexpr int64_t kOffsets = 9;
 constexpr int kHeading = 5;
 
-struct Refused {
-  std::string text;
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
-[[noreturn]] void refuse(const std::string& text) { throw Refused{text}; }
+[[noreturn]] void refuse(const std::string& text) { throw Refused(text); }
 
 int64_t size_of(Type type) {
   switch (type) {
@@ -358,20 +359,29 @@ xla::Error* failed(const Frame& frame, const char* message, int code) {
   return frame.api->create_error(&arguments);
 }
 
+// Whether there was memory for the scratch; what is no call throws.
+bool ran(const Frame& frame, Pass pass) {
+  Call call(frame);
+  const Kernels& kernels = call.kernels();
+  const Arguments& a = call.arguments(pass);
+  const bool nothing = a.batch == 0 || a.q_heads == 0 || a.q_len == 0;
+  if (pass == Pass::forward && nothing) return true;
+  return (pass == Pass::forward ? kernels.forward : kernels.backward)(a);
+}
+
 xla::Error* handle(const Frame& frame, Pass pass) {
   constexpr int kInvalidArgument = 3, kResourceExhausted = 8;
+  const auto no_memory = [&] {
+    return failed(frame, "polyattn: there is no memory for the scratch of a call", kResourceExhausted);
+  };
   if (tells_metadata(frame)) return nullptr;
   try {
-    Call call(frame);
-    const Kernels& kernels = call.kernels();
-    const Arguments& a = call.arguments(pass);
-    const bool nothing = a.batch == 0 || a.q_heads == 0 || a.q_len == 0;
-    if (pass == Pass::forward && nothing) return nullptr;
-    if ((pass == Pass::forward ? kernels.forward : kernels.backward)(a)) return nullptr;
+    return ran(frame, pass) ? nullptr : no_memory();
   } catch (const Refused& refused) {
-    return failed(frame, ("polyattn: " + refused.text).c_str(), kInvalidArgument);
-  } catch (const std::bad_alloc&) {}
-  return failed(frame, "polyattn: there is no memory for the scratch of a call", kResourceExhausted);
+    return failed(frame, (std::string("polyattn: ") + refused.what()).c_str(), kInvalidArgument);
+  } catch (const std::bad_alloc&) {
+    return no_memory();
+  }
 }
 
 }  // namespace

@@ -129,12 +129,14 @@ struct Given {
     return handler(&frame) == nullptr;
   }
 
-  Array rows(Held& x) {
+  static Array rows(Held& x) {
     const int64_t heads = x.dims[2], columns = x.dims[3];
     return {x.as<float>(), x.dims[1] * heads * columns, columns, heads * columns, {x.count() * 4, 0}};
   }
 
-  Array sums(Held& x) { return {x.as<float>(), x.dims[1] * x.dims[2], x.dims[2], 1, {x.count() * 4, 0}}; }
+  static Array sums(Held& x) {
+    return {x.as<float>(), x.dims[1] * x.dims[2], x.dims[2], 1, {x.count() * 4, 0}};
+  }
 
   // The same call without XLA, into the results of another one of these.
   Arguments direct(Given& other, Pass pass, std::vector<int64_t>& lengths) {
