@@ -19,9 +19,9 @@ SLOW = {"flex"}  # 20 ms a call outside a compiler: fewer random problems
 def _here(device: str) -> list[str]:
     found = []
     for name in registry.names("torch"):
-        probed = registry.probe(name)
+        probed = registry.probe(("torch", name))
         there = isinstance(probed, Available) and device in (probed.devices or {device})
-        if there and device in registry[name].capabilities_for(device).devices:
+        if there and device in registry["torch", name].capabilities_for(device).devices:
             found.append(name)
     return found
 
@@ -37,7 +37,7 @@ BACKENDS = [*_each("cpu"), *(_each("cuda") if torch.cuda.is_available() else [])
 GRID = [
     pytest.param(name, device, case, id=f"{name}-{device}-{label}")
     for name, device in (parameter.values for parameter in BACKENDS)
-    for label, case in grid(registry[name].capabilities_for(device))
+    for label, case in grid(registry["torch", name].capabilities_for(device))
 ]
 
 
@@ -47,9 +47,9 @@ def test_backends_are_here() -> None:
 
 @pytest.mark.parametrize(("name", "device", "case"), GRID)
 def test_what_is_declared_is_right(name: str, device: str, case: Case) -> None:
-    verdict = examine(subject(case, device), registry[name])
+    verdict = examine(subject(case, device), registry["torch", name])
     if verdict.outcome.startswith("refused"):
-        backend = registry[name]
+        backend = registry["torch", name]
         problem = subject(case, device).call.problem
         table = backend.capabilities_for(device).check(problem)
         assert not table, f"generated from the declaration, but refused: {table}"
@@ -62,7 +62,7 @@ def test_random_problems(name: str, device: str) -> None:
     @settings(max_examples=40 if name in SLOW else 250)
     @given(case=cases())
     def check(case: Case) -> None:
-        verdict = examine(subject(case, device), registry[name])
+        verdict = examine(subject(case, device), registry["torch", name])
         assert not verdict.fails, f"{verdict.outcome}: {verdict.detail}\n{case.spec}"
 
     check()
@@ -83,13 +83,13 @@ FOUND = [
 @pytest.mark.parametrize("spec", FOUND)
 @pytest.mark.parametrize(("name", "device"), BACKENDS)
 def test_what_the_fuzzer_found_stays_right(name: str, device: str, spec: str) -> None:
-    verdict = examine(subject(Case.from_spec(spec), device), registry[name])
+    verdict = examine(subject(Case.from_spec(spec), device), registry["torch", name])
     assert not verdict.fails, verdict.detail
 
 
 @pytest.mark.parametrize(("name", "device"), BACKENDS)
 def test_dropout_keeps_its_laws(name: str, device: str) -> None:
-    verdict = examine_dropout(registry[name], seed=3, device=device)
+    verdict = examine_dropout(registry["torch", name], seed=3, device=device)
     assert not verdict.fails, verdict.detail
 
 
@@ -99,7 +99,7 @@ def _random(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> tor
 
 
 def _dtype(name: str, device: str) -> torch.dtype:
-    dtypes = registry[name].capabilities_for(device).dtypes
+    dtypes = registry["torch", name].capabilities_for(device).dtypes
     return torch.float32 if "float32" in dtypes else getattr(torch, sorted(dtypes)[0])
 
 

@@ -68,7 +68,7 @@ def test_an_unknown_instruction_set_lists_the_known_ones() -> None:
 def test_the_backend_probes_as_the_module_does() -> None:
     if "native_cpu" not in registry.names() or importlib.util.find_spec("torch") is None:
         pytest.skip("no backend runs on the module here")
-    assert isinstance(registry.probe("native_cpu"), Available) is BUILT
+    assert isinstance(registry.probe(("torch", "native_cpu")), Available) is BUILT
 
 
 def run(arguments: list[str], **environ: str) -> subprocess.CompletedProcess[str]:

@@ -194,8 +194,8 @@ def test_a_second_plan_does_not_change_what_the_first_says() -> None:
 FAKED = [
     name
     for name in registry.names("torch")
-    if "cpu" in registry[name].capabilities_for("cpu").devices
-    and isinstance(registry.probe(name), Available)
+    if "cpu" in registry["torch", name].capabilities_for("cpu").devices
+    and isinstance(registry.probe(("torch", name)), Available)
 ]
 
 

@@ -20,7 +20,7 @@ LENGTHS = torch.tensor([0, 5, 16, 131])
 BACKENDS = [
     name
     for name in ("native_cpu", "reference")
-    if name in registry.names("torch") and isinstance(registry.probe(name), Available)
+    if name in registry.names("torch") and isinstance(registry.probe(("torch", name)), Available)
 ]
 TINY = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 every_backend = pytest.mark.parametrize("name", BACKENDS)

@@ -23,7 +23,7 @@ BACKENDS = [
     name
     for name in registry.names("torch")
     if registry.get(name, "torch").capabilities_for("cpu").quantized
-    and isinstance(registry.probe(name), Available)
+    and isinstance(registry.probe(("torch", name)), Available)
 ]
 TINY = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 CODES = ("int8", "float8_e4m3fn")

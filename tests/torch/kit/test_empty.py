@@ -10,8 +10,8 @@ from polyattn.torch import attention
 BACKENDS = [
     name
     for name in registry.names("torch")
-    if isinstance(registry.probe(name), Available)
-    and "cpu" in registry[name].capabilities_for("cpu").devices
+    if isinstance(registry.probe(("torch", name)), Available)
+    and "cpu" in registry["torch", name].capabilities_for("cpu").devices
 ]
 SIZES = [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)]
 

@@ -20,8 +20,8 @@ Tensors = tuple[torch.Tensor, ...]
 BACKENDS = [
     name
     for name in registry.names("torch")
-    if isinstance(registry.probe(name), Available)
-    and "cpu" in registry[name].capabilities_for("cpu").devices
+    if isinstance(registry.probe(("torch", name)), Available)
+    and "cpu" in registry["torch", name].capabilities_for("cpu").devices
 ]
 NAN = float("nan")
 FIRST = torch.zeros(5, 5, dtype=torch.bool)
