@@ -247,7 +247,7 @@ def test_jit_trace_of_the_kernels_reads_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_zero_is_found_wherever_it_lies(dtype: torch.dtype) -> None:
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or not isinstance(registry.probe("native_cpu"), Available):
+    if exchange is None or not isinstance(registry.probe(("torch", "native_cpu")), Available):
         pytest.skip("torch has no C exchange, or the extension is not built")
     has_zero = native_module.load().has_zero
     for shape in ((2, 3, 4, 5), (7,), (3, 1), (1, 1, 1, 1), (2, 0, 3), (2, 3, 0)):
