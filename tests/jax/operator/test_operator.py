@@ -31,10 +31,11 @@ from polyattn.native import module
 from polyattn.selection.registry import Available
 
 B, T, N, K, H = 2, 6, 4, 2, 8
-NAMES = [
+NAMES = [  # those that need no mesh
     name
     for name in AttentionRegistry.list_implementations()
-    if name != "native_cpu" or isinstance(module.status(), Available)
+    if name not in ("ring", "ulysses")
+    and (name != "native_cpu" or isinstance(module.status(), Available))
 ]
 
 
