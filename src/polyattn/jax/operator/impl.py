@@ -26,6 +26,18 @@ class AttentionImpl(ABC):
     the instance calls the one of the metadata's backend, or of the device that JAX has where the
     metadata names none: cpu -> `forward_cpu`, tpu -> `forward_tpu`, gpu -> `forward_gpu`, cuda and
     rocm -> theirs, which default to `forward_gpu`.
+
+    >>> import jax.numpy as jnp
+    >>> from polyattn.jax import AttentionMetadata, AttentionOutput, attention
+    >>> class Mine(AttentionImpl):
+    ...     @classmethod
+    ...     def get_impl_name(cls):
+    ...         return "mine"
+    ...     def forward_native(self, query, key, value):
+    ...         return AttentionOutput(attention_outputs=attention(query, key, value))
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> Mine(AttentionMetadata())(x, x, x).attention_outputs.shape
+    (1, 4, 2, 8)
     """
 
     def __init__(self, metadata: AttentionMetadata) -> None:

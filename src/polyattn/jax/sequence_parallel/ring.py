@@ -87,6 +87,15 @@ def ring_attention(
     Returns out (B, T / P, N, V), with `return_lse` also the log-sum-exp (B, N, T / P) float32. All
     of it has gradients. Raises :class:`~polyattn.errors.InvalidProblem` while tracing for an axis
     that is not there, masks that cannot be spread, and lengths that do not fit.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from polyattn import Causal
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("sp",))
+    >>> rows = jax.sharding.PartitionSpec(None, "sp")
+    >>> call = lambda x: ring_attention(x, x, x, mask=Causal())
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(x).shape
+    (1, 8, 2, 4)
     """
     devices = axis_size(axis_name)
     parts = spread(mask)

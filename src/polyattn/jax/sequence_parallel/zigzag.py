@@ -39,11 +39,21 @@ def zigzag_order(length: int, devices: int) -> np.ndarray[Any, Any]:
 
 
 def to_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
-    """Put the rows of a whole array into zigzag order, before it is spread over the devices."""
+    """Put the rows of a whole array into zigzag order, before it is spread over the devices.
+
+    >>> import jax.numpy as jnp
+    >>> to_zigzag(jnp.arange(8)[None], 2).tolist()
+    [[0, 1, 6, 7, 2, 3, 4, 5]]
+    """
     return jnp.take(x, jnp.asarray(zigzag_order(x.shape[axis], devices)), axis=axis)
 
 
 def from_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
-    """Undo :func:`to_zigzag`."""
+    """Undo :func:`to_zigzag`.
+
+    >>> import jax.numpy as jnp
+    >>> from_zigzag(to_zigzag(jnp.arange(8)[None], 2), 2).tolist()
+    [[0, 1, 2, 3, 4, 5, 6, 7]]
+    """
     order = np.argsort(zigzag_order(x.shape[axis], devices))
     return jnp.take(x, jnp.asarray(order), axis=axis)
