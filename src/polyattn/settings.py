@@ -134,6 +134,9 @@ class Settings:
     )
     plugins: bool = _setting(_ON_OFF, "whether backends of other packages are loaded")
     native_isa: str = _setting(_one_of("best", *NATIVE_ISAS), "instruction set of `native_cpu`")
+    pallas_interpret: bool = _setting(
+        _OFF_ON, "whether `pallas` runs on CPUs, interpreted: for tests, and slow"
+    )
     trace_activations: bool = _setting(_OFF_ON, "whether models are traced")
     trace_layers: str | None = _setting(_PATTERN, "modules to trace, by name")
     trace_stats: tuple[str, ...] | None = _setting(_NAMES, "what to keep of a tensor")

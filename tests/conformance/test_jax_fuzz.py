@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
+from polyattn import settings
 from polyattn.backends.reference import jax as reference
 from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict, examine, subject
@@ -22,6 +23,13 @@ from polyattn.selection.registry import registry
 EXACT = [
     name for name in registry.names("jax") if hasattr(registry.probe(("jax", name)), "version")
 ]
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    """Kernels for GPUs and TPUs are run here too."""
+    with settings.within({"POLYATTN_PALLAS_INTERPRET": "1"}):
+        yield
 
 
 @pytest.mark.parametrize("name", EXACT)

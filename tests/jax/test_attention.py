@@ -381,3 +381,12 @@ def test_dropout_follows_its_key() -> None:
     many = jax.vmap(lambda k: attention(Q, KEY, V, dropout_p=0.25, dropout_key=k))
     mean = many(jax.random.split(key, 400)).mean(0)
     np.testing.assert_allclose(mean, attention(Q, KEY, V), atol=0.25)
+
+
+@pytest.mark.parametrize("device", ["cuda", "rocm", "tpu"])
+def test_a_device_that_is_not_here_can_be_asked_about(device: str) -> None:
+    problem = polyattn.Problem(
+        batch=1, q_len=4, kv_len=4, heads=1, kv_heads=1, head_dim=8, device=device, framework="jax"
+    )
+    with pytest.raises(Unsupported, match=f"no {device} device here"):
+        explain(problem)

@@ -65,7 +65,11 @@ def library_versions() -> str:
 def device_description(kind: str) -> str:
     """Describe the device that measured times belong to."""
     if kind != "cpu":
-        return f"{kind}:{_first('gpu' if kind in ('cuda', 'rocm') else kind).device_kind}"
+        try:
+            found = _first("gpu" if kind in ("cuda", "rocm") else kind).device_kind
+        except RuntimeError:  # a machine that one does not have, which somebody asks about
+            found = "absent"
+        return f"{kind}:{found}"
     quota = processors_quota()
     limit = "" if quota is None else f" quota={quota:g}"
     return f"cpu:{processor()[0]} ({identity()}) xla processors={processors_usable()}{limit}"
