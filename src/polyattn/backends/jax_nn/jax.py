@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from polyattn.jax.kit.layouts import grouped, joined
 from polyattn.jax.kit.masking import Dims, allowed, bias_scores
 from polyattn.jax.kit.nonfinite import bad_rows, finite, spread_values
+from polyattn.jax.kit.seen_rows import put_back
 from polyattn.problem import Problem
 
 __all__ = ["load_cudnn", "load_xla"]
@@ -106,9 +107,19 @@ def _prepare_cudnn(problem: Problem, config: Mapping[str, Any]) -> Callable[...,
         dropout_key: Any = None,
     ) -> Any:  # fmt: skip
         q, k, v = (_rows_first(x, problem.layout) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(
-            q, k, v, scale=problem.scale, is_causal=mask is not None, implementation="cudnn"
-        )
+
+        def run(q: Array, k: Array, v: Array) -> Array:
+            return jax.nn.dot_product_attention(
+                q, k, v, scale=problem.scale, is_causal=mask is not None, implementation="cudnn"
+            )
+
+        def careful(q: Array, k: Array, v: Array) -> Array:
+            out = jnp.swapaxes(run(finite(q), finite(k), finite(v)), 1, 2)
+            q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+            return jnp.swapaxes(put_back(out, None, q, k, v, mask)[0], 1, 2)
+
+        clean = jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all()
+        out = jax.lax.cond(clean, run, careful, q, k, v)
         return jnp.swapaxes(out, 1, 2) if problem.layout == "BNTH" else out
 
     return kernel

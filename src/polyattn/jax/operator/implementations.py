@@ -32,6 +32,10 @@ ROWS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
         "native": ("jax_blockwise",), "cpu": ("native_cpu", "jax_blockwise"),
         "gpu": ("pallas", "jax_blockwise"), "tpu": ("pallas", "splash", "jax_blockwise"),
     }),
+    (("splash", "blocksparse"), {
+        "native": ("jax_blockwise",), "cpu": ("native_cpu", "jax_blockwise"),
+        "gpu": ("pallas", "jax_blockwise"), "tpu": ("splash", "pallas", "jax_blockwise"),
+    }),
     (("blockwise",), {"native": ("jax_blockwise",)}),
     (("native_cpu",), {"native": ("native_cpu",)}),
 )  # fmt: skip
