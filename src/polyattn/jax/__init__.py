@@ -29,11 +29,13 @@ if typing.TYPE_CHECKING:
     from polyattn.jax.operator.impl import AttentionImpl
     from polyattn.jax.operator.metadata import AttentionMetadata
     from polyattn.jax.operator.output import AttentionOutput
+    from polyattn.jax.paged_call import paged_attention
     from polyattn.jax.sharding.axes import PartitionAxis
 
 _HOMES = {
     "attention": "attend",
     "explain": "attend",
+    "paged_attention": "paged_call",
     "plan": "attend",
     "AttentionImpl": "operator.impl",
     "AttentionMetadata": "operator.metadata",
@@ -51,7 +53,7 @@ _NEWER = {  # what the newest version of the source calls the same
 __all__ = [
     "AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "OperationImpl",
     "OperationMetadata", "OperationOutput", "OperationRegistry", "PartitionAxis", "attention",
-    "explain", "plan",
+    "explain", "paged_attention", "plan",
 ]  # fmt: skip
 
 

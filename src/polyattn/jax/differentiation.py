@@ -43,27 +43,29 @@ def asked_twice(plain: Kernel, problem: Problem, train: Callable[[Problem], Kern
     """
 
     @jax.custom_vjp
-    def call(q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, key: Any) -> Any:
-        return plain(q, k, v, mask, bias, sinks, key)
+    def call(q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, *rest: Any) -> Any:
+        return plain(q, k, v, mask, bias, sinks, *rest)
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         moved = [
             any(leaf.perturbed for leaf in jax.tree_util.tree_leaves(x, is_leaf=_is_primal))
             for x in primals
         ]
-        q, k, v, mask, bias, sinks, key = jax.tree_util.tree_map(
+        q, k, v, mask, bias, sinks, *rest = jax.tree_util.tree_map(
             lambda leaf: leaf.value, primals, is_leaf=_is_primal
         )
         kernel = train(trained(problem, any(moved[:3]), moved[4], moved[5]))
 
         def learnt(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
-            return kernel(q, k, v, mask, bias, sinks, key)
+            return kernel(q, k, v, mask, bias, sinks, *rest)
 
-        return jax.vjp(learnt, q, k, v, bias, sinks)
+        found = jax.vjp(learnt, q, k, v, bias, sinks)
+        return found[0], (found[1], (None,) * len(rest))
 
-    def backward(pull: Any, cotangents: Any) -> tuple[Any, ...]:
+    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        pull, others = kept
         dq, dk, dv, dbias, dsinks = pull(jax.tree_util.tree_map(_number, cotangents))
-        return dq, dk, dv, None, dbias, dsinks, None
+        return dq, dk, dv, None, dbias, dsinks, *others
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call

@@ -1,7 +1,8 @@
 """The way of a call: admitted, a backend chosen, its kernel prepared, recorded, run.
 
 In traced code all of this happens when it is traced. Kernels of JAX backends are
-``kernel(q, k, v, mask, bias, sinks, dropout_key)``; JAX differentiates them.
+``kernel(q, k, v, mask, bias, sinks, dropout_key)``, of paged keys also with ``(block_table,
+lengths)``; JAX differentiates them.
 """
 
 from __future__ import annotations
@@ -59,8 +60,13 @@ def _compiled(kernel: Kernel) -> Kernel:
     return jax.jit(kernel)  # type: ignore[no-any-return]
 
 
-def run(call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any) -> Any:
-    """Run an admitted call on the backend that is chosen here."""
+def run(
+    call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any, pages: Any = None
+) -> Any:
+    """Run an admitted call on the backend that is chosen here.
+
+    `pages`: (block_table, lengths) where k and v are pages; kernels get them last.
+    """
     context.check()
     plan = plan_for(call.problem, backend)
     for ran in scopes.recording.get(()):
@@ -69,7 +75,8 @@ def run(call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any) -> A
     if call.problem.empty:
         return _answer_empty(call.problem, q, k, v, call.sinks)
     kernel = _kernel(call, plan, backend, is_traced(q, k, v, call.bias, call.sinks))
-    return kernel(q, k, v, call.mask, call.bias, call.sinks, dropout_key)
+    more = () if pages is None else (pages,)
+    return kernel(q, k, v, call.mask, call.bias, call.sinks, dropout_key, *more)
 
 
 def _kernel(call: Call, plan: Plan, backend: Any, is_traced_here: bool) -> Kernel:

@@ -104,16 +104,25 @@ ROWS: tuple[Row, ...] = (
     Row(
         "jax, cpu",
         lambda p: p.device == "cpu",
-        ("native_cpu", "jax_blockwise", "jax_xla", "jax_reference"),
+        ("native_cpu", "jax_paged_decode", "jax_blockwise", "jax_xla", "jax_reference"),
         "the native kernels are several times faster than XLA's unfused attention, at every size",
         framework="jax",
         rests_on="any processor: XLA writes the scores to memory and reads them back "
         "(`polyattn bench jax` prints what it comes to)",
     ),
     Row(
+        "jax, accelerators, few queries",
+        lambda p: p.q_len <= 16,
+        ("jax_paged_decode", "jax_decode", "jax_cudnn", "pallas", "splash", "jax_blockwise"),
+        "kernels that have a program for each block of queries leave most of a device idle where "
+        "there is one block (not measured)",
+        framework="jax",
+        rests_on=_UNMEASURED_GPU,
+    ),
+    Row(
         "jax, cuda",
         lambda p: p.device == "cuda",
-        ("jax_cudnn", "pallas", "jax_blockwise", "jax_xla", "jax_reference"),
+        ("jax_cudnn", "pallas", "jax_paged_decode", "jax_blockwise", "jax_xla", "jax_reference"),
         "cuDNN's fused kernel where it can, then what never writes the scores (not measured)",
         framework="jax",
         rests_on=_UNMEASURED_GPU,
@@ -121,7 +130,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "jax, other accelerators",
         lambda p: True,
-        ("splash", "pallas", "jax_blockwise", "jax_xla", "jax_reference"),
+        ("splash", "pallas", "jax_paged_decode", "jax_blockwise", "jax_xla", "jax_reference"),
         "kernels that never write the scores first (not measured)",
         framework="jax",
         rests_on=_UNMEASURED_GPU,

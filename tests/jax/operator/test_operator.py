@@ -31,10 +31,10 @@ from polyattn.native import module
 from polyattn.selection.registry import Available
 
 B, T, N, K, H = 2, 6, 4, 2, 8
-NAMES = [  # those that need no mesh
+NAMES = [  # those that need neither a mesh nor pages
     name
     for name in AttentionRegistry.list_implementations()
-    if name not in ("ring", "ulysses")
+    if name not in ("ring", "ulysses", "paged_attention")
     and (name != "native_cpu" or isinstance(module.status(), Available))
 ]
 

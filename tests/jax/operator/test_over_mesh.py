@@ -88,3 +88,45 @@ def test_one_result_whatever_the_number_of_devices(name: str) -> None:
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
+
+
+PAGED = """
+import jax, jax.numpy as jnp, numpy as np
+from polyattn import InvalidProblem
+from polyattn.jax import AttentionMetadata, AttentionRegistry, paged_attention
+
+draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+q, k, v = draw(0, 4, 1, 8, 16), draw(1, 6, 8, 4, 16), draw(2, 6, 8, 4, 24)
+table, lengths = jnp.array([[0, 1], [5, 2], [3, 0], [4, 4]]), jnp.array([16, 3, 0, 9])
+sinks = draw(3, 8)
+out, lse = paged_attention(q, k, v, table, lengths, sinks=sinks, return_lse=True)
+implicit = (jax.sharding.AxisType.Auto,) * 3
+for mesh in (
+    jax.make_mesh((2, 2, 2), ("dp", "tp", "sp"), axis_types=implicit),
+    jax.make_mesh((2, 4), ("dp", "tp")),
+):
+    impl = AttentionRegistry.create("paged_attention", AttentionMetadata(mesh=mesh))
+    run = jax.jit(lambda *x: impl(*x, softmax_aux=sinks, return_lse=True))
+    found = run(q, k, v, table, lengths)
+    np.testing.assert_allclose(found.attention_outputs, out, atol=2e-6)
+    np.testing.assert_allclose(found.lse, lse, atol=2e-6)
+try:
+    impl(q, k[:, :, :2], v[:, :, :2], table, lengths)
+except InvalidProblem as error:
+    assert "4 devices" in str(error) or "multiple" in str(error), error
+else:
+    raise AssertionError
+print("right")
+"""
+
+
+@pytest.mark.slow
+def test_pages_lie_with_the_heads_that_read_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PAGED],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+    )
+    assert done.stdout.strip() == "right", done.stderr[-3000:]

@@ -20,15 +20,21 @@ from polyattn.jax.kit.layouts import from_bnth, grouped, joined, lse_from_bnt, t
 from polyattn.jax.kit.masking import Dims, expand_blocks
 from polyattn.problem import Problem
 
-__all__ = ["load"]
+__all__ = ["load", "load_decode"]
 
 _BLOCK, _LEAST = 512, 64
 _MOST_ENTRIES = 1 << 23  # scores at once, of all heads
+_DECODE_BLOCK = 8192  # keys at once: few rows make few scores
 
 
 def load() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     """Return `prepare`, as :class:`polyattn.registry.Backend` describes it."""
     return _prepare
+
+
+def load_decode() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
+    """Return `prepare` for few queries: all of them at once, over large blocks of keys."""
+    return lambda problem, config: _prepare(problem, {"block_k": _DECODE_BLOCK, **config})
 
 
 def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:

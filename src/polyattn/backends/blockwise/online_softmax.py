@@ -15,16 +15,17 @@ from polyattn.backends.blockwise.score_tiles import (
     Array,
     Blocks,
     Extras,
+    Tile,
     block_range,
     part,
     tile,
 )  # fmt: skip
 from polyattn.jax.kit.nonfinite import finite
 
-__all__ = ["attend"]
+__all__ = ["Sums", "add", "attend", "finish", "nothing"]
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """What is carried over the keys of a block of queries; (B, K, G, R) and (B, K, G, R, V).
 
     `nan`, `high`, `low`: where values that are not finite were attended to.
@@ -57,49 +58,57 @@ def _together(x: Array) -> Array:
 def _query_block(
     blocks: Blocks, extras: Extras, q: Array, k: Array, v: Array, i: Array
 ) -> tuple[Array, Array]:
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    rows, clear = q.shape[:4], jnp.zeros((*q.shape[:4], v.shape[-1]), bool)
-    sums = _Sums(
+    def step(j: Array, sums: Sums) -> Sums:
+        found = tile(blocks, extras, q, part(k, j, blocks.k, 2), i, j)
+        return add(sums, found, part(v, j, blocks.k, 2))
+
+    sums = nothing(q, v.shape[-1])
+    sums = jax.lax.fori_loop(*block_range(blocks, extras.mask, i), step, sums)
+    return finish(sums, extras.sinks)
+
+
+def nothing(q: Array, columns: int) -> Sums:
+    """Return the sums over no keys, of queries (B, K, G, R, H) and values of so many columns."""
+    wide, rows = jnp.promote_types(q.dtype, jnp.float32), q.shape[:4]
+    clear = jnp.zeros((*rows, columns), bool)
+    return Sums(
         jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide),
-        jnp.zeros((*rows, v.shape[-1]), wide), clear, clear, clear,
+        jnp.zeros((*rows, columns), wide), clear, clear, clear,
     )  # fmt: skip
 
-    def step(j: Array, sums: _Sums) -> _Sums:
-        found = tile(blocks, extras, q, part(k, j, blocks.k, 2), i, j)
-        values = part(v, j, blocks.k, 2)
-        peak = jnp.maximum(sums.peak, found.scores.max(-1))
-        level = jnp.where(peak == -jnp.inf, 0, peak)
-        shrink = jnp.where(sums.peak == -jnp.inf, 0, jnp.exp(sums.peak - level))
-        weights = jnp.where(found.seen, jnp.exp(found.scores - level[..., None]), 0)
-        added = jnp.einsum(
-            "bkgts,bksv->bkgtv", weights, finite(values).astype(wide), precision="highest"
-        )
-        out = sums.out * shrink[..., None] + added
-        total = sums.total * shrink + weights.sum(-1)
-        return _mark(_Sums(peak, total, out, *sums[3:]), found.seen, values)
 
-    sums = jax.lax.fori_loop(*block_range(blocks, extras.mask, i), step, sums)
-    return _finish(sums, extras.sinks)
+def add(sums: Sums, found: Tile, values: Array) -> Sums:
+    """Add a tile of scores, whose values are (B, K, C, V)."""
+    peak = jnp.maximum(sums.peak, found.scores.max(-1))
+    level = jnp.where(peak == -jnp.inf, 0, peak)
+    shrink = jnp.where(sums.peak == -jnp.inf, 0, jnp.exp(sums.peak - level))
+    weights = jnp.where(found.seen, jnp.exp(found.scores - level[..., None]), 0)
+    added = jnp.einsum(
+        "bkgts,bksv->bkgtv", weights, finite(values).astype(peak.dtype), precision="highest"
+    )
+    out = sums.out * shrink[..., None] + added
+    total = sums.total * shrink + weights.sum(-1)
+    return _mark(Sums(peak, total, out, *sums[3:]), found.seen, values)
 
 
-def _mark(sums: _Sums, seen: Array, values: Array) -> _Sums:
+def _mark(sums: Sums, seen: Array, values: Array) -> Sums:
     """Note where values that are not finite are attended to, which is rare."""
 
-    def mark(sums: _Sums) -> _Sums:
+    def mark(sums: Sums) -> Sums:
         kinds = jnp.stack([jnp.isnan(values), values == jnp.inf, values == -jnp.inf])
         met = jnp.einsum("bkgts,xbksv->xbkgtv", _full(seen, sums), kinds.astype(jnp.float32)) > 0
         return sums._replace(nan=sums.nan | met[0], high=sums.high | met[1], low=sums.low | met[2])
 
-    marked: _Sums = jax.lax.cond(jnp.isfinite(values).all(), lambda sums: sums, mark, sums)
+    marked: Sums = jax.lax.cond(jnp.isfinite(values).all(), lambda sums: sums, mark, sums)
     return marked
 
 
-def _full(seen: Array, sums: _Sums) -> Array:
+def _full(seen: Array, sums: Sums) -> Array:
     shape = (*sums.peak.shape, seen.shape[-1])
     return jnp.broadcast_to(seen, shape).astype(jnp.float32)
 
 
-def _finish(sums: _Sums, sinks: Any) -> tuple[Array, Array]:
+def finish(sums: Sums, sinks: Any) -> tuple[Array, Array]:
     """Divide by the sum, that of the sinks included; rows without keys are 0."""
     peak, total, wide = sums.peak, sums.total, sums.peak.dtype
     level, shrink = jnp.where(peak == -jnp.inf, 0, peak), jnp.ones((), wide)

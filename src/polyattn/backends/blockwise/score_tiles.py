@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from polyattn.jax.kit.layouts import grouped
 from polyattn.jax.kit.masking import Dims, allowed, bias_scores
-from polyattn.masks import And, Mask
+from polyattn.masks import And, Mask, Padding
 from polyattn.masks.biases import Bias
 
-__all__ = ["Blocks", "Extras", "Tile", "block_range", "part", "row_range", "tile"]
+__all__ = ["Blocks", "Extras", "Tile", "block_range", "part", "row_range", "scored", "tile"]
 
 Array: TypeAlias = jax.Array
 
@@ -70,17 +70,27 @@ def tile(blocks: Blocks, extras: Extras, q: Array, k: Array, i: Array, j: Array)
     """
     dims, wide = blocks.dims, jnp.promote_types(q.dtype, jnp.float32)
     rows, columns = i * blocks.q + jnp.arange(blocks.q), j * blocks.k + jnp.arange(blocks.k)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=wide, precision="highest")
-    scores, slope = scores * jnp.asarray(blocks.scale, wide), None
     seen = ((rows < dims.q_len)[:, None] & (columns < dims.kv_len))[None, None]
     if extras.mask is not None:
         seen = seen & allowed(extras.mask, dims, rows, columns)
-    seen = _grouped(seen, dims)
-    if blocks.softcap is not None:
-        share = jnp.tanh(jnp.where(seen, scores, 0) / blocks.softcap)
-        scores, slope = blocks.softcap * share, 1 - share * share
+    added = None
     if extras.bias is not None:
-        scores = scores + _grouped(bias_scores(extras.bias, dims, wide, rows, columns), dims)
+        added = _grouped(bias_scores(extras.bias, dims, wide, rows, columns), dims)
+    return scored(q, k, _grouped(seen, dims), added, blocks.scale, blocks.softcap)
+
+
+def scored(
+    q: Array, k: Array, seen: Array, bias: Array | None, scale: float, softcap: float | None
+) -> Tile:
+    """Compute the scores of q (B, K, G, R, H) and k (B, K, C, H), of which some are seen."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=wide, precision="highest")
+    scores, slope = scores * jnp.asarray(scale, wide), None
+    if softcap is not None:
+        share = jnp.tanh(jnp.where(seen, scores, 0) / softcap)
+        scores, slope = softcap * share, 1 - share * share
+    if bias is not None:
+        scores = scores + bias
     # an infinite score is what a key that is not finite gives: NaN, whatever its sign
     bad = _bad(q)[..., None] | _bad(k)[:, :, None, None]
     scores = jnp.where(bad, jnp.nan, scores)
@@ -116,7 +126,18 @@ def block_range(blocks: Blocks, mask: Mask | None, i: Array) -> tuple[Any, Any]:
     first, last = i * blocks.q + shift, i * blocks.q + blocks.q - 1 + shift
     begin = 0 if low is None else jnp.clip((first + low) // blocks.k, 0, blocks.of_k)
     end = blocks.of_k if high is None else jnp.clip((last + high) // blocks.k + 1, 0, blocks.of_k)
+    for lengths in _key_lengths(mask):  # none of the batch has more
+        end = jnp.minimum(end, -(-lengths.max() // blocks.k))
     return begin, end
+
+
+def _key_lengths(mask: Mask | None) -> list[Array]:
+    """Return the lengths of keys that a mask holds each batch entry to."""
+    if mask is None or "Packed" in mask.kinds:
+        return []
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    found = [part.kv_lengths for part in parts if isinstance(part, Padding)]
+    return [jnp.asarray(lengths) for lengths in found if lengths is not None]
 
 
 def row_range(blocks: Blocks, mask: Mask | None, j: Array) -> tuple[Any, Any]:

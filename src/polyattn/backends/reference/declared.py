@@ -52,7 +52,7 @@ def _jax_reference() -> Backend:
         devices=JAX_DEVICES, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True, backward=True,
-        deterministic=True, deterministic_backward=True, strided=True,
+        deterministic=True, deterministic_backward=True, strided=True, paged=True,
     )  # fmt: skip
     return Backend(
         "jax_reference",

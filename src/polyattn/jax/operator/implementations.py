@@ -14,13 +14,17 @@ from polyattn.jax.operator.impl import AttentionImpl
 from polyattn.jax.operator.impl_registry import AttentionRegistry
 from polyattn.jax.operator.output import AttentionOutput
 from polyattn.jax.operator.over_mesh import over_mesh, spread_over
+from polyattn.jax.operator.paged_impl import PagedAttention
 from polyattn.jax.operator.probabilities import attention_weights
 from polyattn.jax.sequence_parallel.ring import ring_attention
 from polyattn.jax.sequence_parallel.ulysses import ulysses_attention
 from polyattn.jax.sharding.modes import GENERATION_MODES, check_mode
 from polyattn.selection.registry import registry
 
-__all__ = ["ROWS", "PolyattnImpl", "RingAttention", "SequenceParallelImpl", "UlyssesAttention"]
+__all__ = [
+    "ROWS", "PagedAttention", "PolyattnImpl", "RingAttention", "SequenceParallelImpl",
+    "UlyssesAttention",
+]  # fmt: skip
 
 ROWS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
     # names, then the backends of each device in order; of others those of "native"
@@ -38,6 +42,10 @@ ROWS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
     }),
     (("blockwise",), {"native": ("jax_blockwise",)}),
     (("native_cpu",), {"native": ("native_cpu",)}),
+    (("autoregressive_decodeattn", "decode"), {
+        "native": ("jax_decode", "jax_blockwise"),
+        "cpu": ("native_cpu", "jax_decode", "jax_blockwise"),
+    }),
 )  # fmt: skip
 
 

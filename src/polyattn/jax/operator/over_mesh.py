@@ -15,7 +15,7 @@ from polyattn.jax.sharding.axes import Axis
 from polyattn.jax.sharding.modes import AUTOREGRESSIVE, TRAIN
 from polyattn.jax.sharding.specs import AttnShardingRules, attention_specs, check_divides, flat
 
-__all__ = ["over_mesh", "spread_over"]
+__all__ = ["over_mesh", "placed", "spread_over"]
 
 
 def over_mesh(
@@ -54,11 +54,11 @@ def over_mesh(
         shared, mesh=mesh, in_specs=(rules.query, rules.key, rules.value, specs),
         out_specs=(rules.output, lse), check_vma=False,
     )  # fmt: skip
-    placed = _placed(mesh, (call.query, call.key, call.value, arrays), (*rules[1:4], specs))
-    return run(*placed)  # type: ignore[no-any-return]
+    given = placed(mesh, (call.query, call.key, call.value, arrays), (*rules[1:4], specs))
+    return run(*given)  # type: ignore[no-any-return]
 
 
-def _placed(mesh: Any, arrays: Any, specs: Any) -> Any:
+def placed(mesh: Any, arrays: Any, specs: Any) -> Any:
     """Return arrays that lie as their specs say, where the mesh makes that a part of their type."""
     if not any("Explicit" in str(kind) for kind in getattr(mesh, "axis_types", ())):
         return arrays
@@ -155,7 +155,7 @@ def spread_over(
         out_specs=(rows, PartitionSpec(None, None, axis)), check_vma=False,
     )  # fmt: skip
     given = (call.query, call.key, call.value, arrays)
-    return run(*_placed(mesh, given, (rows, rows, rows, specs)))  # type: ignore[no-any-return]
+    return run(*placed(mesh, given, (rows, rows, rows, specs)))  # type: ignore[no-any-return]
 
 
 def _of_rows(path: Any, x: Any, axis: str) -> PartitionSpec:
