@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from polyattn.jax.operator.metadata import AttentionMetadata
     from polyattn.jax.operator.output import AttentionOutput
     from polyattn.jax.paged_call import paged_attention
+    from polyattn.jax.sequence_parallel.spreading import spread_sequence
     from polyattn.jax.sharding.axes import PartitionAxis
 
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "explain": "attend",
     "paged_attention": "paged_call",
     "plan": "attend",
+    "spread_sequence": "sequence_parallel.spreading",
     "AttentionImpl": "operator.impl",
     "AttentionMetadata": "operator.metadata",
     "AttentionOutput": "operator.output",
@@ -53,7 +55,7 @@ _NEWER = {  # what the newest version of the source calls the same
 __all__ = [
     "AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry", "OperationImpl",
     "OperationMetadata", "OperationOutput", "OperationRegistry", "PartitionAxis", "attention",
-    "explain", "paged_attention", "plan",
+    "explain", "paged_attention", "plan", "spread_sequence",
 ]  # fmt: skip
 
 

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyattn.errors import InvalidProblem
+from polyattn.jax.context import spread_here
+from polyattn.jax.kit.axes import axis_size
 from polyattn.jax.kit.masking import bind_mask, known
 from polyattn.jax.kit.pytrees import ensure_pytree
+from polyattn.jax.kit.spread_sequence import SpreadSequence
 from polyattn.jax.platform import arch_of, device_of
 from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
@@ -60,13 +63,23 @@ class JaxFront:
 
     def surroundings(self, query: ArrayFacts) -> Surroundings:
         # whether gradients are taken is not known until they are: see polyattn.jax.differentiation
-        return Surroundings(arch=arch_of(query.device_type))
+        return Surroundings(arch=arch_of(query.device_type), spread=_spread())
 
     def bind(self, mask: Mask, device: str) -> Mask:
         return bind_mask(mask)
 
     def arange(self, size: int) -> Any:
         return np.arange(size)
+
+
+def _spread() -> str | None:
+    """Return how the sequence is spread here; raise where an axis of it is bound to no mesh."""
+    here = spread_here()
+    if here is None:
+        return None
+    axes, balance, local = here
+    sizes = tuple((axis, axis_size(axis)) for axis in axes)
+    return str(SpreadSequence(sizes, balance, local))
 
 
 FRONT = JaxFront()

@@ -10,16 +10,19 @@ within a scope: calls that are traced then are refused (:func:`check`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from polyattn import epoch
 from polyattn.errors import InvalidProblem
 from polyattn.selection import scopes
 
-__all__ = ["check", "follow"]
+__all__ = ["check", "follow", "spread_here", "within_spread"]
 
 _scope = jax.make_user_context("\n0")
 _epoch = jax.make_user_context("")
+_spread = jax.make_user_context(None)
 
 
 def _here() -> str:
@@ -34,6 +37,16 @@ def follow() -> None:
 
 def _turn() -> None:
     _epoch.set_global(scopes.state.epoch)
+
+
+def spread_here() -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
+    """Return how sequences are spread here: axes, balance, local backends; None: not at all."""
+    return _spread.value  # type: ignore[no-any-return]
+
+
+def within_spread(spread: tuple[tuple[str, ...], str, tuple[str, ...]] | None) -> Any:
+    """Return the context manager within which sequences are spread so; part of JAX's key."""
+    return _spread(spread)
 
 
 def check() -> None:

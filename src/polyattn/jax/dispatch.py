@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +25,9 @@ from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.selection import scopes
 from polyattn.selection.prepare import Plan, prepare
-from polyattn.selection.wishes import current_wishes
+from polyattn.selection.registry import Backend, registry
+from polyattn.selection.requests import Request
+from polyattn.selection.wishes import Wishes, current_wishes
 
 __all__ = ["admitted", "plan_for", "run"]
 
@@ -42,16 +45,38 @@ def admitted(q: Any, k: Any, v: Any, dropout_key: Any, options: dict[str, Any]) 
     return call
 
 
-def plan_for(problem: Problem, backend: Any = None) -> Plan:
-    """Return the plan of a problem under what is asked for here; kept until that changes."""
+def plan_for(problem: Problem, backend: Any = None, part: bool = False) -> Plan:
+    """Return the plan of a problem under what is asked for here; kept until that changes.
+
+    `part`: whether it is a device's part of a problem whose sequence is spread. What is asked for
+    around the call is then meant for the whole, as far as only the whole can be run by it.
+    """
     settings.current()  # notices variables that have changed
     names = tuple(backend) if isinstance(backend, (list, tuple)) else backend
-    return _plan(problem, names, scopes.current_scope(), scopes.state.epoch)
+    return _plan(problem, names, part, scopes.current_scope(), scopes.state.epoch)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, backend: Any, scope: str | None, epoch: str) -> Plan:
-    return prepare(problem, current_wishes(backend))
+def _plan(problem: Problem, backend: Any, part: bool, scope: str | None, epoch: str) -> Plan:
+    wishes = current_wishes(backend)
+    return prepare(problem, _of_part(wishes) if part else wishes)
+
+
+def _of_part(wishes: Wishes) -> Wishes:
+    """Return what is asked for of a part: by name, backends for whole sequences only."""
+    spreading = {one.name for one in registry.in_tree("jax") if _spreads(one)}
+
+    def kept(request: Request) -> Request:
+        return replace(request, names=tuple(n for n in request.names if n not in spreading))
+
+    return replace(
+        wishes, forced=kept(wishes.forced), scope=kept(wishes.scope), env=kept(wishes.env)
+    )
+
+
+def _spreads(backend: Backend) -> bool:
+    can = backend.capabilities
+    return any(one.spread for one in (can if isinstance(can, tuple) else (can,)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,45 +86,45 @@ def _compiled(kernel: Kernel) -> Kernel:
 
 
 def run(
-    call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any, pages: Any = None
-) -> Any:
+    call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any, pages: Any = None,
+    part: bool = False,
+) -> Any:  # fmt: skip
     """Run an admitted call on the backend that is chosen here.
 
-    `pages`: (block_table, lengths) where k and v are pages; kernels get them last.
+    `pages`: (block_table, lengths) where k and v are pages; kernels get them last. `part`: as in
+    :func:`plan_for`.
     """
     context.check()
-    plan = plan_for(call.problem, backend)
+    plan = plan_for(call.problem, backend, part)
     for ran in scopes.recording.get(()):
         ran.append(plan.selection)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     if call.problem.empty:
         return _answer_empty(call.problem, q, k, v, call.sinks)
-    kernel = _kernel(call, plan, backend, is_traced(q, k, v, call.bias, call.sinks))
+    choose = functools.partial(plan_for, backend=backend, part=part)
+    kernel = _kernel(call, plan, choose, is_traced(q, k, v, call.bias, call.sinks))
     more = () if pages is None else (pages,)
     return kernel(q, k, v, call.mask, call.bias, call.sinks, dropout_key, *more)
 
 
-def _kernel(call: Call, plan: Plan, backend: Any, is_traced_here: bool) -> Kernel:
+def _kernel(
+    call: Call, plan: Plan, choose: Callable[[Problem], Plan], is_traced_here: bool
+) -> Kernel:
     if not is_traced_here:
         return _compiled(plan.kernel) if plan.is_final else plan.kernel
     problem, bias, sinks = call.problem, is_traced(_payload(call.bias)), is_traced(call.sinks)
-    train = functools.partial(_train, backend=backend)
     try:
-        most = plan_for(trained(problem, True, bias, sinks), backend)
+        most = choose(trained(problem, True, bias, sinks))
     except Unsupported:  # which is raised if it is differentiated
-        return asked_twice(plan.kernel, problem, train)
+        return asked_twice(plan.kernel, problem, lambda problem: choose(problem).kernel)
     chosen, other = plan.selection, most.selection
     if (chosen.backend, chosen.config) == (other.backend, other.config):
         return most.kernel
-    return asked_twice(plan.kernel, problem, train)
+    return asked_twice(plan.kernel, problem, lambda problem: choose(problem).kernel)
 
 
 def _payload(bias: Bias | None) -> Any:
     return None if bias is None else bias.payload
-
-
-def _train(problem: Problem, backend: Any) -> Kernel:
-    return plan_for(problem, backend).kernel
 
 
 def _answer_empty(

@@ -63,7 +63,8 @@ class Problem:
     Letters: `B` batch, `T` query length, `S` key length, `N` query heads, `K` key/value heads,
     `H` head dim. When packed, `q_len` and `kv_len` are totals and `batch` counts sequences. When
     `paged`, `kv_len` is what the page table has room for; when `quantized`, `dtype` is that of the
-    query, and keys and values are codes of the dtype that is named.
+    query, and keys and values are codes of the dtype that is named. Where it is `spread`, the
+    lengths are those of this device.
 
     >>> p = Problem(batch=1, q_len=128, kv_len=128, heads=8, kv_heads=2, head_dim=64, dtype="bf16")
     >>> p.value_dim, p.dtype, p.gqa, p.mode
@@ -99,6 +100,7 @@ class Problem:
     compiled: bool = False
     paged: int | None = None  # keys in each page
     quantized: str | None = None  # the dtype of the codes that keys and values are
+    spread: str | None = None  # the mesh axes over which the rows of the sequence lie
 
     def __post_init__(self) -> None:
         if self.value_dim == -1:
@@ -175,6 +177,7 @@ class Problem:
             self.softcap is not None, self.sinks > 0, self.sinks_grad, self.dropout_p > 0, self.lse,
             self.grad, self.deterministic, self.deterministic and self.grad, not self.contiguous,
             self.compiled, self.paged is not None, self.quantized is not None,
+            self.spread is not None,
         )  # fmt: skip
         return frozenset(itertools.compress(DEMANDS, asked))
 
@@ -219,7 +222,7 @@ class Problem:
     def to_json(self) -> str:
         """Return canonical JSON: equal problems give equal text."""
         data = asdict(self)
-        for later in ("paged", "quantized"):  # as it was written before there were these
+        for later in ("paged", "quantized", "spread"):  # as it was written before there were these
             if data[later] is None:
                 del data[later]
         if self.mask is not None:
@@ -280,6 +283,7 @@ DEMANDS: dict[str, tuple[str, str, str]] = {
     "paged": ("paged keys", "keys in pages of {p.paged}", "keys in one array"),
     "quantized": ("quantized keys", "{p.quantized} codes of keys and values",
                   "plain keys and values"),
+    "spread": ("sequence", "the rows of a sequence spread over {p.spread}", "whole sequences"),
 }  # fmt: skip
 _BESIDE_LENGTHS = tuple(
     field.name for field in fields(Problem) if field.name not in ("batch", "q_len", "kv_len")
@@ -288,6 +292,6 @@ _OPTIONAL = frozenset(
     {
         "bias", "bias_grad", "scale", "softcap", "sinks", "sinks_grad", "dropout_p",
         "grad", "lse", "deterministic", "contiguous", "compiled", "paged",
-        "quantized",
+        "quantized", "spread",
     }
 )  # fmt: skip

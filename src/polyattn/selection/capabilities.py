@@ -85,6 +85,7 @@ class Capabilities:
     isolates_compiled: bool = False
     paged: bool = False
     quantized: bool = False
+    spread: bool = False
     exactness: str = "exact"
 
     def __post_init__(self) -> None:

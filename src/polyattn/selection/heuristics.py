@@ -102,6 +102,15 @@ ROWS: tuple[Row, ...] = (
         rests_on="any processor",
     ),
     Row(
+        "jax, a spread sequence",
+        lambda p: p.spread is not None,
+        ("jax_ulysses", "jax_ring", "jax_hybrid"),
+        "an exchange of heads moves each array once, a ring the keys as often as there are devices "
+        "(not measured over a real network)",
+        framework="jax",
+        rests_on="any devices",
+    ),
+    Row(
         "jax, cpu",
         lambda p: p.device == "cpu",
         ("native_cpu", "jax_paged_decode", "jax_blockwise", "jax_xla", "jax_reference"),

@@ -34,7 +34,7 @@ B, T, N, K, H = 2, 6, 4, 2, 8
 NAMES = [  # those that need neither a mesh nor pages
     name
     for name in AttentionRegistry.list_implementations()
-    if name not in ("ring", "ulysses", "paged_attention")
+    if name not in ("ring", "ulysses", "hybrid", "ring_ulysses", "paged_attention")
     and (name != "native_cpu" or isinstance(module.status(), Available))
 ]
 
@@ -92,6 +92,11 @@ def test_metadata_takes_from_a_config_what_is_not_given() -> None:
     assert made.sequence_axis_name == "x"
     made.set_attrs_carefully("blocksize_q", 7)
     assert made.blocksize_q == 64  # what is given stays
+
+
+def test_two_axes_of_a_sequence_pass_through_plain_data() -> None:
+    made = AttentionMetadata(sequence_axis_name=("ring", "heads"))
+    assert AttentionMetadata.from_json(made.to_json()) == made
 
 
 def test_metadata_passes_through_plain_data() -> None:

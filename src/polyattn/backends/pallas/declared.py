@@ -47,7 +47,6 @@ def declare(registry: Registry) -> None:
             "our kernel in Pallas, forward and backward; on CPUs interpreted (never run by us "
             "on a GPU or TPU yet)",
             _tiles,
-            any_lengths=True,
         )
     )
 

@@ -16,14 +16,15 @@ from polyattn.jax.operator.output import AttentionOutput
 from polyattn.jax.operator.over_mesh import over_mesh, spread_over
 from polyattn.jax.operator.paged_impl import PagedAttention
 from polyattn.jax.operator.probabilities import attention_weights
+from polyattn.jax.sequence_parallel.hybrid import hybrid_attention
 from polyattn.jax.sequence_parallel.ring import ring_attention
 from polyattn.jax.sequence_parallel.ulysses import ulysses_attention
 from polyattn.jax.sharding.modes import GENERATION_MODES, check_mode
 from polyattn.selection.registry import registry
 
 __all__ = [
-    "ROWS", "PagedAttention", "PolyattnImpl", "RingAttention", "SequenceParallelImpl",
-    "UlyssesAttention",
+    "ROWS", "HybridAttention", "PagedAttention", "PolyattnImpl", "RingAttention",
+    "SequenceParallelImpl", "UlyssesAttention",
 ]  # fmt: skip
 
 ROWS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
@@ -191,3 +192,14 @@ class UlyssesAttention(SequenceParallelImpl):
 
     names = ("ulysses",)
     attend = staticmethod(ulysses_attention)
+
+
+@AttentionRegistry.register
+class HybridAttention(SequenceParallelImpl):
+    """Ulysses within a ring; see :mod:`polyattn.jax.sequence_parallel.hybrid`.
+
+    The metadata's `sequence_axis_name` is two axes of the mesh: of the ring, and of the exchange.
+    """
+
+    names = ("hybrid", "ring_ulysses")
+    attend = staticmethod(hybrid_attention)

@@ -48,6 +48,7 @@ class AttentionMetadata:
     - `mesh`: a ``jax.sharding.Mesh`` (or an AbstractMesh, for specs alone); None: one device.
     - `backend`: cpu, gpu, cuda, rocm or tpu, which ``forward_*`` is called; None: where JAX is.
     - `partition_axis`: mesh axes by dim; None: the defaults where the mesh has them.
+    - `sequence_axis_name`: over which axis of the mesh sequences lie; two for ``hybrid``.
     - `softmax_scale`: default 1/sqrt(H). `soft_cap`: of the scores. `dropout_prob`: on weights.
     - `blocksize_q`, `blocksize_k`: of implementations that cut the call; `blocksize_b`: kept.
 
@@ -62,7 +63,7 @@ class AttentionMetadata:
 
     runtime_dtype: Any = None
     runtime_softmax_dtype: Any = "float32"
-    sequence_axis_name: str = NOT_GIVEN
+    sequence_axis_name: str | tuple[str, str] = NOT_GIVEN
     mesh: Any = NOT_GIVEN
     platform: Any = NOT_GIVEN
     backend: Any = NOT_GIVEN
@@ -84,6 +85,8 @@ class AttentionMetadata:
         object.__setattr__(self, "runtime_softmax_dtype", _dtype(self.runtime_softmax_dtype))
         object.__setattr__(self, "backend", _one_of("backend", self.backend, BACKENDS))
         object.__setattr__(self, "platform", _one_of("platform", self.platform, _PLATFORMS))
+        if isinstance(self.sequence_axis_name, list):  # as JSON has it
+            object.__setattr__(self, "sequence_axis_name", tuple(self.sequence_axis_name))
         self._check()
 
     def set_attrs_carefully(

@@ -131,7 +131,7 @@ def spread_over(
     Raises :class:`InvalidProblem` without a mesh that has the axis, and for what cannot be spread.
     """
     mesh, axis, options = metadata.mesh, metadata.sequence_axis_name, dict(call.options)
-    if mesh is None or not hasattr(mesh, "devices") or axis not in mesh.axis_names:
+    if mesh is None or not hasattr(mesh, "devices") or {*flat(axis)} - {*mesh.axis_names}:
         here = "no mesh" if mesh is None else f"a mesh of {', '.join(mesh.axis_names)}"
         raise InvalidProblem(
             f"got {here}, expected a mesh with the sequence axis {axis!r}: "
@@ -158,7 +158,7 @@ def spread_over(
     return run(*placed(mesh, given, (rows, rows, rows, specs)))  # type: ignore[no-any-return]
 
 
-def _of_rows(path: Any, x: Any, axis: str) -> PartitionSpec:
+def _of_rows(path: Any, x: Any, axis: Any) -> PartitionSpec:
     """Return where an array lies: ids with the rows that they are of, all else everywhere."""
     name = str(getattr(path[-1], "name", ""))
     if name in ("q_ids", "kv_ids"):

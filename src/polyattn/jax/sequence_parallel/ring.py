@@ -15,20 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from polyattn.errors import InvalidProblem
-from polyattn.jax.attend import attention
-from polyattn.jax.sequence_parallel.spread_masks import (
-    Spread,
-    Whole,
-    axis_size,
-    local_bands,
-    spread,
-)
+from polyattn.jax.kit.axes import axis_size
+from polyattn.jax.kit.spread_sequence import BALANCES
+from polyattn.jax.sequence_parallel.local_attention import local_attention
+from polyattn.jax.sequence_parallel.spread_masks import Spread, Whole, local_bands, spread
 from polyattn.masks import Mask, Padding, Segments
 
 __all__ = ["ring_attention"]
 
 Array: TypeAlias = jax.Array
-BALANCES = ("contiguous", "zigzag")
 
 
 class _Static(NamedTuple):
@@ -178,9 +173,9 @@ def _pair(
         if isinstance(band, str):
             return lambda q, k, v, extra: _nothing(q, v)
         return lambda q, k, v, extra: _wide(
-            *attention(
+            *local_attention(
                 q, k, v, mask=_both(band, extra), scale=static.scale, softcap=static.softcap,
-                return_lse=True, backend=static.backend,
+                backend=static.backend,
             )
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from polyattn.errors import InvalidProblem
 from polyattn.masks import And, Causal, Dense, Full, Mask, Padding, Segments, Window
 
-__all__ = ["EMPTY", "Spread", "Whole", "axis_size", "local_bands", "spread"]
+__all__ = ["EMPTY", "Spread", "Whole", "local_bands", "spread"]
 
 Array: TypeAlias = jax.Array
 EMPTY = "empty"
@@ -66,17 +66,6 @@ def spread(mask: Mask | None) -> Spread:
     names = ("q_ids", "kv_ids", "q_lengths", "kv_lengths")
     arrays = (None if found.get(n) is None else jnp.asarray(found[n]) for n in names)
     return Spread(low, high, *arrays)
-
-
-def axis_size(axis_name: str) -> int:
-    """Return how many devices a mesh axis has; raise :class:`InvalidProblem` for none."""
-    try:
-        return int(jax.lax.axis_size(axis_name))
-    except NameError as error:
-        raise InvalidProblem(
-            f"got axis_name={axis_name!r}, which is bound to no mesh axis here; expected a call "
-            f"within jax.shard_map over a mesh that has it ({error})."
-        ) from error
 
 
 def local_bands(whole: Whole, low: int | None, high: int | None) -> list[Any]:

@@ -5,17 +5,19 @@ Source: Jacobs et al., *DeepSpeed Ulysses* (arXiv 2309.14509).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from polyattn.errors import InvalidProblem
-from polyattn.jax.attend import attention
-from polyattn.jax.sequence_parallel.spread_masks import axis_size
+from polyattn.jax.kit.axes import axis_size
+from polyattn.jax.sequence_parallel.local_attention import local_attention
 from polyattn.masks import And, Causal, Full, Mask, Padding, Segments, Window
 
-__all__ = ["ulysses_attention"]
+__all__ = ["exchanged", "ulysses_attention"]
 
 Array: TypeAlias = jax.Array
 
@@ -46,6 +48,24 @@ def ulysses_attention(
     :class:`~polyattn.errors.InvalidProblem` while tracing for an axis that is not there, heads
     that do not divide, and masks that cannot be spread.
     """
+    inner = functools.partial(local_attention, scale=scale, softcap=softcap, backend=backend)
+    out, lse = exchanged(inner, query, key, value, mask, sinks, axis_name)
+    return (out, lse) if return_lse else out
+
+
+def exchanged(
+    attend: Callable[..., Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask | None,
+    sinks: Array | None,
+    axis_name: str,
+) -> tuple[Array, Array]:
+    """Return (out, lse): `attend` on all rows of the axis and some heads, and back again.
+
+    `attend` takes ``(q, k, v, mask=, sinks=, return_lse=True)``.
+    """
     devices = axis_size(axis_name)
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % devices or (kv_heads % devices and devices % kv_heads):
@@ -60,14 +80,10 @@ def ulysses_attention(
     rank, mine = jax.lax.axis_index(axis_name), heads // devices
     if sinks is not None:
         sinks = jax.lax.dynamic_slice_in_dim(sinks, rank * mine, mine, 0)
-    out, lse = attention(
-        q, k, v, mask=_gathered(mask, axis_name), sinks=sinks, scale=scale, softcap=softcap,
-        return_lse=True, backend=backend,
-    )  # fmt: skip
+    out, lse = attend(q, k, v, mask=_gathered(mask, axis_name), sinks=sinks, return_lse=True)
     out = jax.lax.all_to_all(out, axis_name, split_axis=1, concat_axis=2, tiled=True)
-    if not return_lse:
-        return out
-    return out, jax.lax.all_to_all(lse, axis_name, split_axis=2, concat_axis=1, tiled=True)
+    lse = jax.lax.all_to_all(lse, axis_name, split_axis=2, concat_axis=1, tiled=True)
+    return out, lse
 
 
 def _heads_for_rows(x: Array, axis_name: str) -> Array:

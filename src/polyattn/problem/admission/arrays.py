@@ -48,6 +48,7 @@ class Surroundings(NamedTuple):
 
     `cast`: the dtype that autocast turns float inputs into, or None. `trains`: gradients are
     recorded. `deterministic`: what holds where the call itself does not say.
+    `spread`: the mesh axes over which the sequence lies, whose rows the arrays are.
     """
 
     cast: str | None = None
@@ -55,6 +56,7 @@ class Surroundings(NamedTuple):
     trains: bool = False
     deterministic: bool = False
     compiled: bool = False
+    spread: str | None = None
 
 
 class Front(Protocol):

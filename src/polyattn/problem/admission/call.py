@@ -69,7 +69,7 @@ def admit(
     _check_types(mask, bias, front)
     if layout == "packed":
         batch = packed_sequences(mask)
-    elif mask is not None and not is_simple:
+    elif mask is not None and not is_simple and around.spread is None:
         mask = simplify(mask, q_len, kv_len)
     if mask is not None:
         check_devices(mask, q.device, front)
@@ -83,14 +83,19 @@ def admit(
         dropout_p=number("dropout_p", dropout_p), lse=bool(return_lse),
         deterministic=around.deterministic if deterministic is None else bool(deterministic),
         grad=around.trains and any(x.grad for x in (q, k, v)),
-        contiguous=all(x.unit_stride for x in (q, k, v)), compiled=around.compiled,
+        contiguous=all(x.unit_stride for x in (q, k, v)), compiled=around.compiled, spread=around.spread,
         **_added(bias, sinks, heads, q.device, around.trains, front),
     )  # fmt: skip
     if mask is not None:
-        check_mask(mask, problem, front.known, front.arange)
+        read = front.known if around.spread is None else _not_read
+        check_mask(mask, problem, read, front.arange)
     if bias is not None:
         check_bias_shape(bias, problem)
     return Admitted(problem, mask, around.cast)
+
+
+def _not_read(payload: Any) -> None:
+    """Know nothing of an array: lengths of a spread sequence are those of the whole."""
 
 
 def _input(name: str, x: Any, layout: str, front: Front) -> ArrayFacts:

@@ -1,0 +1,1 @@
+"""Attention over a sequence that is spread over devices, by any other backend on each of them."""
