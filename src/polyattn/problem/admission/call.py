@@ -83,8 +83,8 @@ def admit(
         dropout_p=number("dropout_p", dropout_p), lse=bool(return_lse),
         deterministic=around.deterministic if deterministic is None else bool(deterministic),
         grad=around.trains and any(x.grad for x in (q, k, v)),
-        contiguous=all(x.unit_stride for x in (q, k, v)), compiled=around.compiled, spread=around.spread,
-        **_added(bias, sinks, heads, q.device, around.trains, front),
+        contiguous=all(x.unit_stride for x in (q, k, v)), compiled=around.compiled,
+        spread=around.spread, **_added(bias, sinks, heads, q.device, around.trains, front),
     )  # fmt: skip
     if mask is not None:
         read = front.known if around.spread is None else _not_read
