@@ -124,6 +124,34 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it() -> None:
         assert bad.any() and (mask is None or not bad.all())
 
 
+@pytest.mark.parametrize("value", [3e38, np.nan])
+def test_gradients_do_not_know_of_what_nobody_sees(value: float) -> None:
+    hidden = KEY.at[:, 40:].set(value), V.at[:, 40:].set(value)
+
+    def gradients(k: Any, v: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            mask = Padding(kv_lengths=jnp.array([40, 9]))
+            return (attention(q, k, v, mask=mask, backend="pallas") ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(Q, k, v)
+
+    for one, want in zip(gradients(*hidden), gradients(KEY, V), strict=True):
+        np.testing.assert_allclose(one, want, atol=1e-6)
+
+
+def test_gradients_of_sinks_are_not_those_of_rounded_outputs() -> None:
+    q, k, v = (x.astype(jnp.bfloat16) for x in (Q, KEY, V))
+
+    def gradient(backend: str) -> Any:
+        def loss(sinks: Any) -> Any:
+            out = attention(q, k, v, sinks=sinks, backend=backend)
+            return (out * jnp.sin(jnp.arange(out.size)).reshape(out.shape)).sum()
+
+        return jax.jit(jax.grad(loss))(SINKS)
+
+    np.testing.assert_allclose(gradient("pallas"), gradient("jax_reference"), rtol=1e-5, atol=1e-5)
+
+
 def test_batched_by_vmap_with_traced_lengths() -> None:
     def one(q: Any, k: Any, v: Any, length: Any) -> Any:
         mask = Padding(kv_lengths=length[None])

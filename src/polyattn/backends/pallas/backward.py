@@ -36,8 +36,12 @@ class Incoming(NamedTuple):
 
 def gradients_of_rows(
     call: Call, q: Array, k: Array, v: Array, come: Incoming, mask: Shown | None
-) -> Array:
-    """Return dq (B, N, T, H) in the dtype of q, over whole blocks."""
+) -> tuple[Array, Array]:
+    """Return dq (B, N, T, H) in the dtype of q, and the sums over keys of weights * dweights.
+
+    Those are sum(dout * out), (B, N, T) float32, of an out that nobody rounded: what gradients of
+    sinks want. Over whole blocks.
+    """
     machine, size = call.machine, call.tiling.q
     batch, heads, rows, width = q.shape
     given = Operands(call)
@@ -48,16 +52,21 @@ def gradients_of_rows(
     given.whole("k", k)
     given.whole("v", v)
     given.mask(mask, by_keys=False)
-    found: Array = machine.call(
-        given.kernel(_rows_kernel, ("dq",)),
+    spec = machine.spec((None, None, size, width), lambda b, n, i: (b, n, i, 0))
+    column = machine.spec((None, None, size, 1), lambda b, n, i: (b, n, i, 0))
+    dq, delta = machine.call(
+        given.kernel(_rows_kernel, ("dq", "sums")),
         "polyattn_dq",
         call.tiling,
         grid=machine.grid(batch, heads, rows // size),
         in_specs=given.specs,
-        out_specs=machine.spec((None, None, size, width), lambda b, n, i: (b, n, i, 0)),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_specs=(spec, column),
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, rows, 1), jnp.float32),
+        ),
     )(*given.arrays)
-    return found
+    return dq, delta[..., 0]
 
 
 def _rows_kernel(call: Call, ref: dict[str, Any]) -> None:
@@ -77,13 +86,20 @@ def _rows_kernel(call: Call, ref: dict[str, Any]) -> None:
         found = scores(call, q, k, seen, transposed=False)
         weights = jnp.exp2(found.values - level)
         clean_k, clean_v = (cleaned(x) if call.careful else x for x in (k, v))
-        change = weights * (dot(call.machine, dout, clean_v, (1, 1)) - delta)
-        change = _through(call, change, seen, found.slope)
-        return (sums[0] + dot(call.machine, change.astype(k.dtype), clean_k, (1, 0)),)
+        dweights = dot(call.machine, dout, clean_v, (1, 1))
+        products = weights * dweights
+        if seen is not None:  # 0 times what overflowed, or is NaN
+            products = jnp.where(seen, products, 0.0)
+        whole = sums[1] + products.sum(1, keepdims=True)
+        change = weights * (dweights - delta)
+        change = _through(change, seen, found.slope)
+        return sums[0] + dot(call.machine, change.astype(k.dtype), clean_k, (1, 0)), whole
 
     tiles = ref["k"].shape[0] // size
-    (dq,) = tiles_of(call, place, tiles, step, (jnp.zeros(q.shape, jnp.float32),))
+    begin = jnp.zeros(q.shape, jnp.float32), jnp.zeros((q.shape[0], 1), jnp.float32)
+    dq, whole = tiles_of(call, place, tiles, step, begin)
     ref["dq"][...] = (dq * call.scale).astype(ref["dq"].dtype)
+    ref["sums"][...] = whole
 
 
 def gradients_of_keys(
@@ -141,7 +157,7 @@ def _keys_kernel(call: Call, ref: dict[str, Any]) -> None:
         found = scores(call, q, k, seen, transposed=True)
         weights = jnp.exp2(found.values - _level(ref["lse"][:, rows]))
         change = weights * (dot(call.machine, clean_v, dout, (1, 1)) - ref["delta"][:, rows])
-        change = _through(call, change, seen, found.slope)
+        change = _through(change, seen, found.slope)
         clean_q = cleaned(q) if call.careful else q
         dv = dv + dot(call.machine, weights.astype(dout.dtype), dout, (1, 0))
         dk = dk + dot(call.machine, change.astype(q.dtype), clean_q, (1, 0))
@@ -158,10 +174,10 @@ def _level(lse: Array) -> Array:
     return jnp.where(lse == -jnp.inf, 0.0, lse * LOG2E)
 
 
-def _through(call: Call, change: Array, seen: Array | None, slope: Array | None) -> Array:
+def _through(change: Array, seen: Array | None, slope: Array | None) -> Array:
     """Return the gradient of the products from that of the scores."""
     if slope is not None:
         change = change * slope
-    if call.careful and seen is not None:  # 0 * NaN
+    if seen is not None:  # 0 times what overflowed, or is NaN
         change = jnp.where(seen, change, 0.0)
     return change

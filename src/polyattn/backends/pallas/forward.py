@@ -22,9 +22,9 @@ Array: TypeAlias = jax.Array
 
 
 def attend(
-    call: Call, dtype: Any, q: Array, k: Array, v: Array, sinks: Any, mask: Shown | None
+    call: Call, q: Array, k: Array, v: Array, sinks: Any, mask: Shown | None
 ) -> tuple[Array, Array]:
-    """Return out (B, N, T, V) of `dtype` and lse (B, N, T) float32, over whole blocks.
+    """Return out (B, N, T, V) in the dtype of q and lse (B, N, T) float32, over whole blocks.
 
     q (B, N, T, H), k (B, K, S, H), v (B, K, S, V); `sinks`: (N,) float32, one for each head.
     """
@@ -46,7 +46,7 @@ def attend(
         in_specs=given.specs,
         out_specs=(out, lse),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, heads, rows, v.shape[-1]), dtype),
+            jax.ShapeDtypeStruct((batch, heads, rows, v.shape[-1]), q.dtype),
             jax.ShapeDtypeStruct((batch, heads, rows, 1), jnp.float32),
         ),
     )(*given.arrays)

@@ -30,13 +30,12 @@ Array: TypeAlias = jax.Array
 
 
 class _Static(NamedTuple):
-    """What a call is beside its arrays; hashable. `wide`: whether gradients want all of out."""
+    """What a call is beside its arrays; hashable."""
 
     device: str
     scale: float
     softcap: float | None
     config: tuple[tuple[str, Any], ...]
-    wide: bool
 
 
 class _Extras(NamedTuple):
@@ -53,9 +52,7 @@ def load() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
 def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
-    static = _Static(
-        problem.device, scale, problem.softcap, tuple(sorted(config.items())), problem.sinks_grad
-    )
+    static = _Static(problem.device, scale, problem.softcap, tuple(sorted(config.items())))
 
     def kernel(
         q: Array, k: Array, v: Array, mask: Any = None, bias: Any = None, sinks: Any = None,
@@ -72,24 +69,23 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: _Static, q: Array, k: Array, v: Array, extras: _Extras) -> Any:
     """Return out (B, N, T, V) in the dtype of q, and lse (B, N, T) float32."""
-    return _run(static, q, k, v, extras, q.dtype)[:2]
+    out, lse, _ = _run(static, q, k, v, extras)
+    return out, lse
 
 
 def _forward(static: _Static, q: Array, k: Array, v: Array, extras: _Extras) -> Any:
-    out, lse, finite = _run(static, q, k, v, extras, jnp.float32 if static.wide else q.dtype)
-    return (out.astype(q.dtype), lse), (q, k, v, extras, out, lse, finite)
+    out, lse, finite = _run(static, q, k, v, extras)
+    return (out, lse), (q, k, v, extras, out, lse, finite)
 
 
-def _run(static: _Static, q: Array, k: Array, v: Array, extras: _Extras, dtype: Any) -> Any:
+def _run(static: _Static, q: Array, k: Array, v: Array, extras: _Extras) -> Any:
     dims = Dims.of(q, k)
     call, shown, arrays = _laid_out(static, q, k, v, extras.mask, backward=False)
     sinks = _one_sink(extras.sinks)
     finite = jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all()
 
-    def run(careful: bool) -> Callable[..., Any]:
-        return functools.partial(attend, call._replace(careful=careful), dtype)
-
-    out, lse = jax.lax.cond(finite, run(False), run(True), *arrays, sinks, shown)
+    run, careful = _both(attend, call)
+    out, lse = jax.lax.cond(finite, run, careful, *arrays, sinks, shown)
     return out[:, :, : dims.q_len, : v.shape[-1]], lse[:, :, : dims.q_len], finite
 
 
@@ -107,17 +103,20 @@ def _backward(static: _Static, kept: Any, given: tuple[Array, Array]) -> Any:
             _whole_tiles(call, dout, call.tiling.q),
             *(padded_to(x, call.tiling.q, 2) for x in (lse, delta)),
         )
-        run, careful = (
-            functools.partial(gradients, call._replace(careful=careful))
-            for careful in (False, True)
-        )
+        run, careful = _both(gradients, call)
         found.append(jax.lax.cond(finite, run, careful, *arrays, come, shown))
-    dq, (dk, dv) = found
+    (dq, sums), (dk, dv) = found
     dq, dk, dv = (
         new[:, :, : x.shape[2], : x.shape[3]]
         for new, x in zip((dq, dk, dv), (q, k, v), strict=True)
     )
+    delta = sums[:, :, : lse.shape[2]] - dlse.astype(wide)
     return dq, dk, dv, _Extras(None, _of_sinks(extras.sinks, lse, delta))
+
+
+def _both(function: Callable[..., Any], call: Call) -> tuple[Callable[..., Any], ...]:
+    """Return the fast variant of a pass, and the one for what is not finite."""
+    return tuple(functools.partial(function, call._replace(careful=one)) for one in (False, True))
 
 
 _attention.defvjp(_forward, _backward)
