@@ -136,7 +136,7 @@ def test_gradients_do_not_know_of_what_nobody_sees(value: float) -> None:
         return jax.jit(jax.grad(loss, (0, 1, 2)))(Q, k, v)
 
     for one, want in zip(gradients(*hidden), gradients(KEY, V), strict=True):
-        np.testing.assert_allclose(one, want, atol=1e-6)
+        np.testing.assert_allclose(one, want, atol=3e-6)
 
 
 def test_gradients_of_sinks_are_not_those_of_rounded_outputs() -> None:
