@@ -16,11 +16,13 @@ import jax
 
 from polyattn.errors import TraceError
 
-__all__ = ["Active", "Tapped", "active", "as_active", "deliver", "free", "occupy"]
+__all__ = [
+    "Active", "Rank", "Tapped", "active", "as_active", "deliver", "deliver_part", "free", "occupy",
+]  # fmt: skip
 
 # Older versions of JAX lack it, and polyattn.jax has more that works with them.
 _context: Any = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
-_receivers: dict[int, Callable[[Tapped, Any], None]] = {}
+_receivers: dict[int, Callable[[Tapped, Any, Rank | None], None]] = {}
 _lock = threading.Lock()
 
 
@@ -50,6 +52,14 @@ class Tapped:
     position: int
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A device within ``shard_map``: `number` of `world` along the axes it is called over."""
+
+    number: int
+    world: int
+
+
 def active() -> Active | None:
     """Return the trace of this thread, None if there is none."""
     return None if _context is None else _context.value
@@ -65,7 +75,7 @@ def as_active(value: Active | None) -> Any:
     return _context(value)
 
 
-def occupy(receiver: Callable[[Tapped, Any], None]) -> int:
+def occupy(receiver: Callable[[Tapped, Any, Rank | None], None]) -> int:
     """Return the lowest free slot, now of `receiver`."""
     with _lock:
         slot = next(n for n in range(len(_receivers) + 1) if n not in _receivers)
@@ -83,4 +93,11 @@ def deliver(slot: int, tapped: Tapped, vector: Any) -> None:
     """Hand over what the device sent. Nobody takes it if the trace has ended since."""
     receiver = _receivers.get(slot)
     if receiver is not None:
-        receiver(tapped, vector)
+        receiver(tapped, vector, None)
+
+
+def deliver_part(slot: int, tapped: Tapped, world: int, rank: Any, vector: Any) -> None:
+    """Hand over what one device of many sent of its part."""
+    receiver = _receivers.get(slot)
+    if receiver is not None:
+        receiver(tapped, vector, Rank(int(rank), world))

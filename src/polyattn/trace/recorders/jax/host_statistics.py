@@ -151,7 +151,9 @@ def _works() -> bool:
 @jax.custom_jvp
 def host_vector(x: Array) -> Array:
     """Return what the kernel says of `x`, as one vector of int32; for :func:`ready` dtypes."""
-    call: Any = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((WORDS,), jnp.int32))
+    vma = getattr(jax.typeof(x), "vma", None)  # over which devices it varies
+    varies = {"vma": vma} if vma else {}
+    call: Any = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((WORDS,), jnp.int32, **varies))
     return call(x)
 
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from polyattn.errors import TraceError
 from polyattn.trace.format.header import Header
-from polyattn.trace.recorders.jax.active_trace import Active, Tapped, as_active, free, occupy
+from polyattn.trace.recorders.jax.active_trace import Active, Rank, Tapped, as_active, free, occupy
+from polyattn.trace.recorders.jax.rank_files import RankFiles
 from polyattn.trace.recorders.jax.received import fields_of
 from polyattn.trace.recorders.jax.receiver_thread import Desk
 from polyattn.trace.recorders.numpy import TraceWriter
@@ -40,7 +41,8 @@ class JaxTrace:
     taps in whose module's name this regular expression is found. `steps`: only these of
     :meth:`step`. `gradients`: also the gradients of inputs and outputs that pass the taps (a
     program under forward-mode differentiation cannot have that). `ordered`: the order of the
-    program; JAX has it on one device only, and ``ordered=False`` works on several. `seed`,
+    program; JAX has it on one device only, and ``ordered=False`` works on several. What is tapped
+    inside ``shard_map`` goes into a file for each rank, `path` with the rank in its name. `seed`,
     `overwrite`, and any field of the header as for :class:`~polyattn.trace.TraceWriter`.
 
     The end of the block waits for all computations, as their records come while they run. It
@@ -70,9 +72,10 @@ class JaxTrace:
         header = _header(weights, chosen | {"gradients": gradients}, fields)
         self.writer = TraceWriter(path, header, overwrite=overwrite)
         self.path = self.writer.path
-        self._late: list[tuple[int, int, Tapped, Mapping[str, Any]]] = []
-        self._seen: Counter[tuple[int, tuple[str, str, str]]] = Counter()
+        self._late: list[tuple[int, int, Tapped, Mapping[str, Any], Rank | None]] = []
+        self._seen: Counter[tuple[int, tuple[str, str, str], Rank | None]] = Counter()
         self._records = 0
+        self._ranks = RankFiles(path, header, overwrite=overwrite)
         self._desk: Desk | None = None
         self._stack: ExitStack | None = None
         self._active: Active | None = None
@@ -97,10 +100,12 @@ class JaxTrace:
         self._wait()
         wanted = self._steps is None or index in self._steps
         with self.writer.step(index), as_active(self._active if wanted else None):
+            self._ranks.step, outer = index, self._ranks.step
             try:
                 yield
             finally:
                 self._wait()
+                self._ranks.step = outer
 
     def _wait(self) -> None:
         """Until every record of what was started has come, and those out of order are sorted."""
@@ -109,25 +114,28 @@ class JaxTrace:
         self._desk.wait()
         late, self._late = sorted(self._late, key=lambda one: one[:2]), []
         self._seen.clear()
-        for _, _, tapped, found in late:
-            self._add(tapped, found)
+        for _, _, tapped, found, rank in late:
+            self._add(tapped, found, rank)
 
-    def _receive(self, tapped: Tapped, vector: Any) -> None:
+    def _receive(self, tapped: Tapped, vector: Any, rank: Rank | None) -> None:
         """Called by JAX while the program runs, from whichever thread; it must not fail there."""
         if self._desk is not None:
-            self._desk.give(tapped, np.array(vector))
+            self._desk.give(tapped, np.array(vector), rank)
 
-    def _record(self, tapped: Tapped, vector: np.ndarray) -> None:
+    def _record(self, tapped: Tapped, vector: np.ndarray, rank: Rank | None) -> None:
         """Called for what was received, one after the other."""
         found = fields_of(tapped.shape, tapped.dtype, vector)
-        if self._options[2]:
-            self._add(tapped, found)
+        if self._options[2] and rank is None:
+            self._add(tapped, found, None)
             return
-        key = (tapped.position, (tapped.module, tapped.phase, tapped.tensor))
-        self._late.append((self._seen[key], tapped.position, tapped, found))
+        key = (tapped.position, (tapped.module, tapped.phase, tapped.tensor), rank)
+        self._late.append((self._seen[key], tapped.position, tapped, found, rank))
         self._seen[key] += 1
 
-    def _add(self, tapped: Tapped, found: Mapping[str, Any]) -> None:
+    def _add(self, tapped: Tapped, found: Mapping[str, Any], rank: Rank | None) -> None:
+        if rank is not None:
+            self._ranks.add(rank, tapped, found)
+            return
         self._records += 1
         self.writer.add(tapped.module, tapped.phase, tapped.tensor, found, cls=tapped.cls)
 
@@ -145,6 +153,7 @@ class JaxTrace:
         self._desk.close()
         if error is not None:
             self.writer.__exit__(kind, error, traceback)
+            self._ranks.close(kind, error, traceback)
             if isinstance(error, ValueError) and _NO_ORDER in str(error):
                 raise TraceError(
                     "got a program on several devices, where JAX can run nothing in order, "
@@ -152,10 +161,13 @@ class JaxTrace:
                 ) from error
             return
         self.writer.close()
+        self._ranks.close(None, None, None)
         lost = self._desk.error
         if lost is not None:
             raise TraceError(f"a record of {self.path} was lost: {lost}") from lost
-        if not self._records:
+        if not self._records and self._ranks.any:
+            self.path.unlink()  # all is in the ranks' files
+        elif not self._records:
             warnings.warn(
                 f"the trace {self.path} has no record: no tap ran in this thread, or none that "
                 f"layers={self._options[0]!r} and the steps let through. Programs compiled ahead "

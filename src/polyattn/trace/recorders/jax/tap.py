@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from polyattn.errors import TraceError
-from polyattn.trace.recorders.jax.active_trace import Active, Tapped, active, deliver
+from polyattn.trace.recorders.jax.active_trace import Active, Tapped, active, deliver, deliver_part
 from polyattn.trace.recorders.jax.device_statistics import supported, vector
 from polyattn.trace.recorders.jax.host_statistics import host_vector, ready
 
@@ -34,9 +34,10 @@ def tap(
     `x`: an array or a pytree of them (``out[0]``, ``out.logits``). `phase`: "in", "out" or "param".
     `tensor`: which tensor of these, ``args[0]`` and ``out`` by default. `cls`: the module's class.
     Anywhere in JAX: eager, under ``jit``, ``grad``, ``scan``, ``cond``, ``while_loop``,
-    ``checkpoint``; under ``vmap`` the batch is recorded as the first dimension. Without a trace
-    nothing of it is in the compiled program. Raises TraceError, under a trace, for what cannot be
-    recorded, as inside ``shard_map`` and ``pmap``.
+    ``checkpoint``; under ``vmap`` the batch is recorded as the first dimension. Inside
+    ``shard_map`` each device records its part, in the file of its rank. Without a trace nothing of
+    it is in the compiled program. Raises TraceError, under a trace, for what cannot be recorded, as
+    inside ``pmap`` without a name.
     """
     run = active()
     if run is None:
@@ -48,7 +49,7 @@ def tap(
         )
     if not run.wants(module):
         return x
-    _refuse_parts(module)
+    _check_parts(module)
     name = _DEFAULTS[phase] if tensor is None else tensor
     leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     taken = [
@@ -66,14 +67,21 @@ def _step(key: Any) -> str:
     return f".{getattr(key, 'name', None) or getattr(key, 'key', key)}"
 
 
-def _refuse_parts(module: str) -> None:
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes:
-        named = tuple(axis for axis in axes if not str(axis).startswith("_"))  # pmap's, unnamed
-        over = f" over the axes {named}" if named else ""
+def _check_parts(module: str) -> None:
+    """Raise where a tap sees a device's part, and nobody can say of which device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = mesh.manual_axes
+    if any(str(axis).startswith("_") for axis in parts):
         raise TraceError(
-            f"got the tap {module!r} inside shard_map or pmap{over}, where it sees one device's "
-            "part; tap the whole value outside of it."
+            f"got the tap {module!r} inside pmap without an axis's name, where it sees one "
+            "device's part; give pmap an axis_name, or tap the whole value outside of it."
+        )
+    whole = [axis for axis in mesh.axis_names if axis not in parts and mesh.shape[axis] > 1]
+    if parts and whole:
+        raise TraceError(
+            f"got the tap {module!r} inside shard_map over {tuple(parts)}, where {tuple(whole)} "
+            "of the mesh stay with the compiler, expected all axes of the mesh; tap the whole "
+            "value outside of it."
         )
 
 
@@ -119,7 +127,13 @@ def _send(run: Active, value: jax.Array, tapped: Tapped) -> None:
         found = jnp.zeros(0, jnp.int32)
     else:
         found = host_vector(value) if ready(value.dtype) else vector(value)
-    jax.debug.callback(partial(deliver, run.slot, tapped), found, ordered=run.ordered)
+    parts = jax.sharding.get_abstract_mesh().manual_axes
+    if not parts:
+        jax.debug.callback(partial(deliver, run.slot, tapped), found, ordered=run.ordered)
+        return
+    rank, world = lax.axis_index(tuple(parts)), math.prod(map(lax.axis_size, parts))
+    send = partial(deliver_part, run.slot, tapped, world)
+    jax.debug.callback(send, rank, found, ordered=False)  # JAX has no order over devices
 
 
 def _with_gradient(run: Active, place: tuple[str, str, str, str]) -> Callable[[Any], Any]:
