@@ -1,5 +1,5 @@
 """A face: the trace of JAX programs is `polyattn.trace.recorders.jax`, and keeps this name."""
 
-from polyattn.trace.recorders.jax import JaxTrace, tap, trace
+from polyattn.trace.recorders.jax import JaxTrace, tap, tapped, trace
 
-__all__ = ["JaxTrace", "tap", "trace"]
+__all__ = ["JaxTrace", "tap", "tapped", "trace"]

@@ -18,7 +18,8 @@ compared with its torch original. How to use it is in ``docs/trace-jax.md``.
 [('up', 'in', 'args[0]', 1.0), ('up', 'out', 'out', 4.0)]
 """
 
+from polyattn.trace.recorders.jax.module_taps import tapped
 from polyattn.trace.recorders.jax.program_trace import JaxTrace, trace
 from polyattn.trace.recorders.jax.tap import tap
 
-__all__ = ["JaxTrace", "tap", "trace"]
+__all__ = ["JaxTrace", "tap", "tapped", "trace"]

@@ -18,7 +18,7 @@ from polyattn.trace.recorders.jax.active_trace import Active, Tapped, active, de
 from polyattn.trace.recorders.jax.device_statistics import supported, vector
 from polyattn.trace.recorders.jax.host_statistics import host_vector, ready
 
-__all__ = ["tap"]
+__all__ = ["path_text", "tap"]
 
 _DEFAULTS = {"in": "args[0]", "out": "out", "param": "param"}
 _GRADIENTS = {"in": "grad_in", "out": "grad_out"}
@@ -53,10 +53,14 @@ def tap(
     name = _DEFAULTS[phase] if tensor is None else tensor
     leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     taken = [
-        _leaf(run, leaf, (module, phase, name + "".join(map(_step, path)), cls))
-        for path, leaf in leaves
+        _leaf(run, leaf, (module, phase, name + path_text(path), cls)) for path, leaf in leaves
     ]
     return jax.tree_util.tree_unflatten(tree, taken)
+
+
+def path_text(path: Any) -> str:
+    """Return the path of a leaf as records write it: ``[0].logits``."""
+    return "".join(map(_step, path))
 
 
 def _step(key: Any) -> str:
