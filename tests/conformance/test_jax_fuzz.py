@@ -20,8 +20,12 @@ from polyattn.selection.backend import Available, Backend
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities
 from polyattn.selection.registry import registry
 
+OTHERS = {"jax_paged_decode", "jax_ring", "jax_ulysses", "jax_hybrid"}
+"""Backends of problems that no case is: with pages, or over many devices; tests/jax has theirs."""
 EXACT = [
-    name for name in registry.names("jax") if hasattr(registry.probe(("jax", name)), "version")
+    name
+    for name in registry.names("jax")
+    if name not in OTHERS and hasattr(registry.probe(("jax", name)), "version")
 ]
 
 
