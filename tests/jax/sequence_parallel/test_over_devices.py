@@ -81,7 +81,7 @@ for name in NAMES:
     )
     (_, (want, sums)), gradients = learnt(whole)(q, k, v, sinks)
     for how in ("ring", "zigzag", "ulysses"):
-        for devices in (1, 2, 8):
+        for devices in (1, 2, 8) if name == "causal" else (2, 8):
             call = spread(how, devices, mask, "jax_blockwise" if devices == 2 else None)
             (_, (out, lse)), found = learnt(call)(q, k, v, sinks)
             np.testing.assert_allclose(out, want, atol=5e-6, err_msg=f"{name} {how} {devices}")
