@@ -59,6 +59,16 @@ def test_each_sequence_as_if_it_were_alone(name: str, rows: int) -> None:
             np.testing.assert_allclose(lse[b], want[1][0], atol=2e-6)
 
 
+def test_integers_of_numpy_are_taken() -> None:
+    q = draw(3, 3, 1, N, H)
+    want = paged_attention(q, KEYS, VALUES, jnp.array(TABLE), jnp.array(LENGTHS))
+    for dtype in (np.int64, np.uint8):
+        given = TABLE.astype(dtype), LENGTHS.astype(dtype)
+        np.testing.assert_array_equal(paged_attention(q, KEYS, VALUES, *given), want)
+    with pytest.raises(InvalidProblem, match="32 bits"):
+        paged_attention(q, KEYS, VALUES, TABLE, LENGTHS + 2**40)
+
+
 def test_heads_before_rows_and_sequences_without_keys() -> None:
     q, table, lengths = draw(3, 3, 2, N, H), jnp.array(TABLE), jnp.array([27, 0, 32])
     want = paged_attention(q, KEYS, VALUES, table.at[1].set(-5), lengths, return_lse=True)
@@ -103,6 +113,7 @@ def test_only_the_definition_is_differentiated() -> None:
         ({"lengths": jnp.array([27.0, 1, 1])}, "integers"),
         ({"lengths": jnp.array([27, 1])}, "lengths"),
         ({"block_table": jnp.zeros(4, jnp.int32)}, "block table"),
+        ({"block_table": TABLE.tolist()}, r"expected a jax\.Array"),
         ({"mask": Padding(kv_lengths=jnp.array([1, 2, 3]))}, "Causal and Window"),
         ({"mask": Causal("top_left")}, "bottom_right"),
         ({"layout": "packed"}, "BTNH"),

@@ -46,7 +46,7 @@ def paged_attention(
     - `key_pages` (P, page_size, K, H), `value_pages` (P, page_size, K, V); with ``layout="BNTH"``
       (P, K, page_size, H) and so on.
     - `block_table` (B, most pages) integers; entries past a sequence's length mean nothing.
-    - `lengths` (B,) integers: how many keys each sequence has.
+    - `lengths` (B,) integers: how many keys each sequence has. Both may be NumPy's.
     - `mask`: causal unless told otherwise; None, or `Causal` and `Window` joined by & and |, each
       measured on the sequence's own length.
 
@@ -66,6 +66,7 @@ def paged_attention(
     >>> paged_attention(query, pages, pages, table, lengths).shape
     (2, 1, 4, 32)
     """
+    block_table, lengths = _counted(block_table), _counted(lengths)
     problem = admit_pages(
         query, key_pages, value_pages, block_table, lengths, front=FRONT, mask=mask,
         layout=layout, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse,
@@ -74,6 +75,18 @@ def paged_attention(
     call = Call(problem, mask, None, None if sinks is None else jnp.asarray(sinks))
     pages = jnp.asarray(block_table), jnp.asarray(lengths)
     return run(call, query, key_pages, value_pages, None, backend, pages)
+
+
+def _counted(x: Any) -> Any:
+    """Return NumPy's integers as JAX has them: 64 bits of which 32 do, since they count pages."""
+    limits = np.iinfo(np.int32)
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
+        return x
+    if x.size and (x.min() < limits.min or x.max() > limits.max):
+        raise InvalidProblem(
+            f"got pages or lengths from {x.min()} to {x.max()}, expected numbers of 32 bits."
+        )
+    return jnp.asarray(x, jnp.int32)
 
 
 def _check_known(problem: Problem, table: Any, lengths: Any, count: int) -> None:

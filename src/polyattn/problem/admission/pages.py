@@ -41,7 +41,8 @@ def admit_pages(
     rows = front.facts(table)
     if not isinstance(rows, ArrayFacts) or len(rows.shape) != 2:
         raise InvalidProblem(
-            f"got a block table {described(table, front)}, expected a tensor (B, most pages)."
+            f"got a block table {described(table, front)}, expected a "
+            f"{front.array_type} (B, most pages)."
         )
     q, k, v = (front.facts(x) for x in (query, key_pages, value_pages))
     if isinstance(q, ArrayFacts) and len(q.shape) == 4:
