@@ -86,6 +86,8 @@ def tiling(
     """Return the tile of a pass: as the config says or as fits, a part of every map's block."""
     if machine.is_tpu:
         q, k, warps, stages = 256, 512, 0, 0
+    elif head > 128:  # what a block of a GPU holds
+        q, k, warps, stages = (32, 32, 4, 1) if backward else (64, 32, 4, 2)
     elif backward:
         q, k, warps, stages = 64, 64, 4 if head <= 64 else 8, 2
     else:
