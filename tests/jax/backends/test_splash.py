@@ -88,6 +88,11 @@ def test_refusals_say_why() -> None:
     call = jax.grad(lambda q: attention(q, KEY, V, return_lse=True, backend="splash")[1].sum())
     with pytest.raises(Unsupported, match="lse"):
         call(Q)
+    # at a head dim of 2 the scale is 0.707: queries rounded after it are not those of the lse
+    half = [jnp.ones((1, 1, 1, 2), jnp.bfloat16)] * 3
+    with pytest.raises(Unsupported, match="powers of two"):
+        attention(*half, return_lse=True, backend="splash")
+    attention(*half, return_lse=True, scale=0.25, backend="splash")
     wide = Problem(
         batch=1, q_len=128, kv_len=128, heads=1, kv_heads=1, head_dim=64, device="tpu",
         framework="jax",

@@ -14,7 +14,6 @@ from polyattn.selection.registry import Registry
 __all__ = ["PLACE", "declare"]
 
 PLACE = 22
-MOST_ROWS = 16
 
 
 _ANYWHERE = Capabilities(
@@ -40,8 +39,8 @@ def declare(registry: Registry) -> None:
         [{"block_q": q, "block_k": k} for q, k in ((128, 128), (256, 512), (1024, 1024))],
     ))  # fmt: skip
     registry.register(_backend(
-        "jax_decode", _FORWARD, "jax", "load_decode", _few_rows,
-        f"the same for at most {MOST_ROWS} queries over a cache: heads of a group together, large "
+        "jax_decode", _FORWARD, "jax", "load_decode", None,
+        "the same for few queries over a cache: heads of a group together, large "
         "blocks, up to the longest length",
         [{"block_k": size} for size in (2048, 8192, 32768)],
     ))  # fmt: skip
@@ -69,13 +68,6 @@ def _backend(
         lambda problem: configs,
         any_lengths=True,
     )
-
-
-def _few_rows(p: Problem) -> Iterator[Reason]:
-    if p.q_len > MOST_ROWS:
-        yield Reason(
-            "query length", str(p.q_len), f"{MOST_ROWS} at most", "jax_blockwise is for it"
-        )
 
 
 def _only_pages(p: Problem) -> Iterator[Reason]:

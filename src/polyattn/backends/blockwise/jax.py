@@ -24,6 +24,7 @@ __all__ = ["load", "load_decode"]
 
 _BLOCK, _LEAST = 512, 64
 _MOST_ENTRIES = 1 << 23  # scores at once, of all heads
+_FEW = 16
 _DECODE_BLOCK = 8192  # keys at once: few rows make few scores
 
 
@@ -34,7 +35,12 @@ def load() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
 def load_decode() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     """Return `prepare` for few queries: all of them at once, over large blocks of keys."""
-    return lambda problem, config: _prepare(problem, {"block_k": _DECODE_BLOCK, **config})
+
+    def prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
+        few = problem.q_len <= _FEW
+        return _prepare(problem, {"block_k": _DECODE_BLOCK, **config} if few else config)
+
+    return prepare
 
 
 def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:

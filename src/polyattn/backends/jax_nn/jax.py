@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from polyattn.jax.kit.layouts import grouped, joined
 from polyattn.jax.kit.masking import Dims, allowed, bias_scores
 from polyattn.jax.kit.nonfinite import bad_rows, finite, spread_values
-from polyattn.jax.kit.seen_rows import put_back
+from polyattn.jax.kit.seen_rows import is_tame, put_back, without_unseen
 from polyattn.problem import Problem
 
 __all__ = ["load_cudnn", "load_xla"]
@@ -114,12 +114,11 @@ def _prepare_cudnn(problem: Problem, config: Mapping[str, Any]) -> Callable[...,
             )
 
         def careful(q: Array, k: Array, v: Array) -> Array:
-            out = jnp.swapaxes(run(finite(q), finite(k), finite(v)), 1, 2)
-            q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+            q, k, v = without_unseen(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), mask)
+            out = jnp.swapaxes(run(*(jnp.swapaxes(finite(x), 1, 2) for x in (q, k, v))), 1, 2)
             return jnp.swapaxes(put_back(out, None, q, k, v, mask)[0], 1, 2)
 
-        clean = jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all()
-        out = jax.lax.cond(clean, run, careful, q, k, v)
+        out = jax.lax.cond(is_tame(q, k, v), run, careful, q, k, v)
         return jnp.swapaxes(out, 1, 2) if problem.layout == "BNTH" else out
 
     return kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from polyattn import settings
@@ -48,11 +49,19 @@ def _extra(p: Problem) -> Iterator[Reason]:
         yield Reason("device", "cpu", "tpu", fix)
     if p.lse and p.grad:
         yield Reason("lse", "return_lse=True of what is differentiated", "one of both")
+    if p.lse and p.dtype != "float32" and not _is_power_of_two(p):
+        # it takes scaled queries: what rounding them to bfloat16 does shows in the lse
+        yield Reason("lse", f"return_lse=True at scale={p.scale} in {p.dtype}", "powers of two")
     if p.head_dim == 0 or p.value_dim == 0:
         yield Reason("head dim", "0", "1 to 512")
     for kind in ("Segments", "Padding"):
         if p.mask is not None and len(p.mask.structure.of(kind)) > 1:
             yield Reason("mask", f"several {kind}", "one of a kind")
+
+
+def _is_power_of_two(p: Problem) -> bool:
+    scale = p.head_dim**-0.5 if p.scale is None and p.head_dim else p.scale
+    return math.frexp(scale or 0.0)[0] in (0.5, -0.5, 0.0)
 
 
 def _block_sizes(problem: Problem) -> list[dict[str, int]]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from polyattn.jax.kit.layouts import from_bnth, to_bnth
 from polyattn.jax.kit.masking import Dims
 from polyattn.jax.kit.nonfinite import finite
-from polyattn.jax.kit.seen_rows import put_back, rows_that_see
+from polyattn.jax.kit.seen_rows import is_tame, put_back, rows_that_see, without_unseen
 from polyattn.masks import And, Mask, Padding, Segments
 from polyattn.problem import Problem
 
@@ -55,9 +55,10 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         dropout_key: Any = None,
     ) -> Any:  # fmt: skip
         q, k, v = (to_bnth(x, problem.layout) for x in (q, k, v))
-        clean = jnp.isfinite(q).all() & jnp.isfinite(k).all() & jnp.isfinite(v).all()
         run = functools.partial(_attend, static, mask, sinks)
-        out, lse = jax.lax.cond(clean, run, functools.partial(_careful, run, mask), q, k, v)
+        out, lse = jax.lax.cond(
+            is_tame(q, k, v), run, functools.partial(_careful, run, mask), q, k, v
+        )
         out = from_bnth(out, problem.layout)
         return (out, lse) if problem.lse else out
 
@@ -65,6 +66,7 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _careful(run: Callable[..., Any], mask: Mask | None, q: Array, k: Array, v: Array) -> Any:
+    q, k, v = without_unseen(q, k, v, mask)
     out, lse = run(finite(q), finite(k), finite(v))
     return put_back(out, lse, q, k, v, mask)
 

@@ -5,6 +5,7 @@ For kernels of others, which give rows without keys the mean of all values, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,10 +18,11 @@ from polyattn.jax.kit.nonfinite import bad_rows, spread_values
 from polyattn.jax.kit.seen_ranges import ranges_of
 from polyattn.masks import Mask
 
-__all__ = ["put_back", "rows_that_see"]
+__all__ = ["is_tame", "put_back", "rows_that_see", "without_unseen"]
 
 Array: TypeAlias = jax.Array
 _MOST_ENTRIES = 1 << 24  # scores at once, of all heads
+_TAME = 2.0**40
 
 
 def rows_that_see(mask: Mask, dims: Dims) -> Array:
@@ -38,6 +40,33 @@ def rows_that_see(mask: Mask, dims: Dims) -> Array:
         return seen.any(-1)
 
     return _by_blocks(of_rows, dims.q_len, dims.batch * dims.kv_len)
+
+
+def is_tame(*arrays: Array) -> Array:
+    """Whether no product of two entries can overflow: all are finite and none is huge."""
+    return functools.reduce(jnp.logical_and, [(jnp.abs(x) < _TAME).all() for x in arrays])
+
+
+def without_unseen(q: Array, k: Array, v: Array, mask: Mask | None) -> tuple[Array, Array, Array]:
+    """Return q, k and v (B, N, rows, H) with 0 in rows that see nothing or that nobody sees.
+
+    What stands there is often nobody's; kernels of others let it overflow in their gradients.
+    """
+    if mask is None:
+        return q, k, v
+    dims = Dims.of(q, k)
+
+    def of_rows(rows: Array) -> Array:
+        seen = allowed(mask, dims, jnp.minimum(rows, dims.q_len - 1)).any(1)
+        return jnp.broadcast_to(seen.any(-2)[:, None], (dims.batch, 1, dims.kv_len))
+
+    # as many rows at a time as for scores: one answer for each block of them
+    size = max(1, min(dims.q_len, _MOST_ENTRIES // max(dims.batch * dims.heads * dims.kv_len, 1)))
+    blocks = jnp.arange(-(-dims.q_len // size) * size).reshape(-1, size)
+    keys = jax.lax.map(of_rows, blocks).any(0)[:, 0]
+    rows = rows_that_see(mask, dims)
+    at = keys[:, None, :, None]
+    return jnp.where(rows[:, None, :, None], q, 0), jnp.where(at, k, 0), jnp.where(at, v, 0)
 
 
 def put_back(
