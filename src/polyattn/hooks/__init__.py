@@ -41,6 +41,13 @@ from polyattn.trace.recorders.torch import (
 )
 
 if typing.TYPE_CHECKING:
+    from polyattn.hooks.layerwise_offload import (
+        LayerwiseOffload,
+        LayerwiseOffloadHook,
+        OffloadPlan,
+        enable_layerwise_offload,
+        offload,
+    )
     from polyattn.trace.assertion import assert_same_activations
     from polyattn.trace.compare import compare
     from polyattn.trace.isolate import isolate
@@ -48,14 +55,20 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "ActivationStatHook", "ForwardHook", "HookError", "HookHandle", "JsonlSink",
-    "ModuleHookManager", "assert_same_activations", "attach_activation_trace",
-    "compare", "detach_activation_trace", "isolate", "recomputing", "trace", "trace_any",
+    "LayerwiseOffload", "LayerwiseOffloadHook", "ModuleHookManager", "OffloadPlan",
+    "assert_same_activations", "attach_activation_trace", "compare", "detach_activation_trace",
+    "enable_layerwise_offload", "isolate", "offload", "recomputing", "trace", "trace_any",
     "trace_step",
 ]  # fmt: skip
 
 
-_LAZY = {  # a trace that is off loads nothing
+_LAZY = {  # a trace that is off loads nothing, and so does offload
     "ActivationStatHook": "polyattn.trace.recorders.torch",
+    "LayerwiseOffload": "polyattn.hooks.layerwise_offload",
+    "LayerwiseOffloadHook": "polyattn.hooks.layerwise_offload",
+    "OffloadPlan": "polyattn.hooks.layerwise_offload",
+    "enable_layerwise_offload": "polyattn.hooks.layerwise_offload",
+    "offload": "polyattn.hooks.layerwise_offload",
     "JsonlSink": "polyattn.trace.recorders.torch",
     "assert_same_activations": "polyattn.trace.assertion",
     "compare": "polyattn.trace.compare",

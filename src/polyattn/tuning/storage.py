@@ -77,12 +77,12 @@ class Storage:
         with _PROCESS_LOCK:
             self._ready()
             if self._memory is not None or not (create or os.path.lexists(self.path)):
-                return missing if self._memory is None else self._apply(self._memory, change)
+                return missing if self._memory is None else self._change(self._memory, change)
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self._lock():
                     return self._attempt(
-                        lambda connection: self._apply(connection, change),
+                        lambda connection: self._change(connection, change),
                         missing,
                         writing=True,
                         create=create,
@@ -91,7 +91,7 @@ class Storage:
                 raise self._busy(error) from error
             except OSError as error:
                 memory = self._to_memory(f"cannot be written ({error})", _USE_ANOTHER)
-                return self._apply(memory, change)
+                return self._change(memory, change)
 
     def generation(self) -> int:
         """A number that grows when this process or another one changed the table."""
@@ -172,7 +172,7 @@ class Storage:
                 raise _StaleError("it changed its schema")
             return body(connection)
 
-    def _apply(
+    def _change(
         self, connection: sqlite3.Connection, change: Callable[[sqlite3.Connection], T]
     ) -> T:
         result = self._run(connection, "BEGIN IMMEDIATE", change)

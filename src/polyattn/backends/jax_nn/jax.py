@@ -114,7 +114,8 @@ def _prepare_cudnn(problem: Problem, config: Mapping[str, Any]) -> Callable[...,
             )
 
         def careful(q: Array, k: Array, v: Array) -> Array:
-            q, k, v = without_unseen(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), mask)
+            q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+            q, k, v = without_unseen(q, k, v, mask)
             out = jnp.swapaxes(run(*(jnp.swapaxes(finite(x), 1, 2) for x in (q, k, v))), 1, 2)
             return jnp.swapaxes(put_back(out, None, q, k, v, mask)[0], 1, 2)
 

@@ -35,6 +35,7 @@ __all__ = [
     "frame_conversion",
     "inline_as",
     "inductor_config",
+    "keep_from_tracing",
     "mark_any_length",
     "mark_constant",
     "order_effects",
@@ -99,6 +100,28 @@ def run_uncompiled(function: Any, *, and_what_it_calls: bool) -> None:
         return
     skip = actions.SKIP
     put(function.__code__, strategy(skip, skip if and_what_it_calls else actions.DEFAULT))
+
+
+_DISABLED = noted(
+    "torch._dynamo.disable._torchdynamo_disable",
+    "what must not be traced is traced, and the compiler says what it cannot",
+    sample=lambda: torch.compiler.disable(lambda: None),
+)
+_DISABLED_WHY = noted(
+    "torch._dynamo.disable._torchdynamo_disable_msg",
+    "as without the mark",
+    sample=lambda: torch.compiler.disable(lambda: None),
+)
+
+
+def keep_from_tracing(function: Any) -> None:
+    """Have compiled code end its graph at a call of `function`, which Python runs with all below.
+
+    As ``torch.compiler.disable`` does, without importing the compiler.
+    """
+    setattr(function, _DISABLED.name, True)
+    setattr(function, _DISABLED_WHY.name, None)
+    run_uncompiled(function, and_what_it_calls=True)
 
 
 _reset_code = deferred(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from polyattn.torch.internals.private_names import private
+from polyattn.torch.internals.private_names import noted, private
 
-__all__ = ["address_of", "is_lazy_copy", "is_zero_tensor"]
+__all__ = [
+    "address_of",
+    "is_lazy_copy",
+    "is_zero_tensor",
+    "storage_holders",
+    "storage_identity",
+    "without_overrides",
+]
 
 _storage_starts: Callable[[Tensor], int] | None = private(
     "torch._C._data_address",
@@ -42,3 +51,33 @@ is_zero_tensor: Callable[[Tensor], bool] = private(
     lambda x: x.numel() > 0 and address_of(x) == 0,
 )
 """Whether a tensor stands for zeros that are nowhere in memory."""
+
+_STORAGE = noted(
+    "torch.UntypedStorage._cdata",
+    "polyattn.hooks.layerwise_offload refuses",
+    sample=lambda: Tensor().untyped_storage(),
+)
+_holders: Callable[[int], int] = private(
+    "torch._C._storage_Use_Count", "polyattn.hooks.layerwise_offload refuses"
+)
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """Return what tells a tensor's storage from all others that live, also on no device."""
+    found = getattr(tensor.untyped_storage(), _STORAGE.name, None)
+    if found is None:
+        _STORAGE.refuse()
+    return int(found)
+
+
+def storage_holders(tensor: Tensor) -> int:
+    """Return how many hold a tensor's storage: tensors, views of it, what autograd saved."""
+    return _holders(storage_identity(tensor))
+
+
+without_overrides: Callable[[], AbstractContextManager[object]] = private(
+    "torch._C.DisableTorchFunctionSubclass",
+    "the memory of parameters of other libraries' classes is exchanged by way of their overrides",
+    contextlib.nullcontext,
+)
+"""A scope in which ``__torch_function__`` of tensor subclasses is not called."""

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from polyattn.torch.internals.private_names import MISSING, noted
 
 __all__ = [
+    "apply_to_module",
+    "applying_method",
     "call_code",
     "children_of",
     "hook_tables",
     "is_replica",
+    "own_buffers",
     "own_parameters",
     "set_children",
     "unwrapped",
@@ -61,6 +64,13 @@ own_parameters: Callable[[nn.Module], dict[str, Tensor | None]] = _contents(
 )
 """The parameters of a module itself, by name."""
 
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = _contents(
+    "_buffers",
+    lambda module: dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    "Module.named_buffers(recurse=False) is gone over instead",
+)
+"""The buffers of a module itself, by name."""
+
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _contents(
     "_modules",
     lambda module: dict(module.named_children()),
@@ -91,6 +101,19 @@ noted(
 def unwrapped(model: Any) -> Any:
     """Return the module inside of what ``torch.compile(module)`` makes; others as they are."""
     return getattr(model, "_orig_mod", model)
+
+
+_APPLY = noted("torch.nn.Module._apply", "an offloaded model refuses to be attached")
+applying_method = _APPLY.name
+"""The name of the method by which ``Module.to`` and its like reach a module's tensors."""
+
+
+def apply_to_module(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> Any:
+    """Do to a module's tensors what its class does when it is moved or cast."""
+    found = getattr(type(module), applying_method, None)
+    if found is None:
+        _APPLY.refuse()
+    return found(module, function, recurse)
 
 
 def is_replica(module: nn.Module) -> bool:

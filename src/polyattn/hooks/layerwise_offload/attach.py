@@ -1,0 +1,196 @@
+"""Puts a model's weights away and brings them back: all of it, or nothing if something fails."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyattn.errors import OffloadError
+from polyattn.hooks.layerwise_offload.devices import Carrier
+from polyattn.hooks.layerwise_offload.homes import Homes
+from polyattn.hooks.layerwise_offload.leaves import Leaf, leaves_of, put_data
+from polyattn.hooks.layerwise_offload.placement import Placement
+from polyattn.hooks.layerwise_offload.segments import Layout, Segment, bytes_of, segments_of
+from polyattn.hooks.layerwise_offload.survey import Found, Survey, to_stream
+from polyattn.hooks.layerwise_offload.unit import Unit
+
+__all__ = ["Attached"]
+
+
+class Attached:
+    """The weights of a model while they are offloaded, and how to undo it."""
+
+    def __init__(
+        self, model: nn.Module, survey: Survey, carrier: Carrier, homes: Homes,
+        progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:  # fmt: skip
+        """Put all units away; on an error everything is as it was."""
+        self.model = weakref.ref(model)
+        self.carrier = carrier
+        self.homes = homes
+        self.units: list[Unit] = []
+        self._some_frozen = any(not p.requires_grad for p in model.parameters())
+        self._undo: list[Callable[[], None]] = []
+        try:
+            for index, found in enumerate(survey.units):
+                progress(index, len(survey.units))
+                self._put_away(index, found)
+            self._move_outside(survey.outside)
+            self._watch()
+        except BaseException:
+            self.restore()
+            raise
+
+    # -- to the device and back -------------------------------------------------------------------
+
+    def _put_away(self, index: int, found: Found) -> None:
+        layout = Layout(found.segments)
+        origins = [_Origin(segment) for segment in layout.segments]
+        home = self.homes.make(layout)
+        for origin in origins:
+            origin.make_real()
+        unit = Unit(index, found.name, found.modules, layout, home)
+        self._undo.append(lambda: self._bring_back(unit, origins))
+        self.units.append(unit)
+
+    def _bring_back(self, unit: Unit, origins: Sequence[_Origin]) -> None:
+        """Give a unit's tensors memory of their own again, where they were, as they are now."""
+        devices = {id(leaf.tensor): origin.device for origin in origins for leaf in origin.leaves}
+        if unit.shown is None and unit.was_replaced():
+            self.rehome(unit)
+        for segment in segments_of(unit.leaves):
+            device = devices.get(id(segment.leaves[0].tensor), torch.device("cpu"))
+            if device is not None:
+                memory = torch.empty(segment.nbytes, dtype=torch.uint8, device=device)
+                memory.copy_(bytes_of(segment))
+                for leaf, place in zip(segment.leaves, segment.places, strict=True):
+                    put_data(leaf.tensor, place.over(memory))
+        unit.home.close()
+
+    def _move_outside(self, leaves: Sequence[Leaf]) -> None:
+        """Bring what belongs to no unit to the device, where it stays."""
+        for segment in segments_of(leaves):
+            origin = _Origin(segment)
+            if origin.device == self.carrier.device:
+                continue
+            if origin.device is None:
+                home = self.homes.make(Layout([segment]))
+                given = home.segments()[0]
+                origin.make_real()
+            else:
+                given = bytes_of(segment)
+            memory = torch.empty(segment.nbytes, dtype=torch.uint8, device=self.carrier.device)
+            memory.copy_(given)
+            for leaf, place in zip(segment.leaves, segment.places, strict=True):
+                put_data(leaf.tensor, place.over(memory))
+            if origin.device is not None:
+                self._undo.append(lambda segment=segment, device=origin.device: _move(  # type: ignore[misc]
+                    segment.leaves, device
+                ))  # fmt: skip
+
+    def _watch(self) -> None:
+        """See to gradients that nobody can keep, and to modules that are moved or cast."""
+        for unit in self.units:
+            for module in unit.modules:
+                placement = Placement(module, unit)
+                self._undo.append(placement.remove)
+            for leaf in unit.leaves:
+                if leaf.outer.requires_grad and leaf.outer.is_leaf:
+                    handle = leaf.outer.register_hook(_no_gradient(leaf.name))
+                    self._undo.append(handle.remove)
+
+    def restore(self) -> None:
+        """Undo everything, last first; what fails does not keep the rest from it."""
+        failure: BaseException | None = None
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except BaseException as error:
+                failure = failure or error
+        self.homes.close()
+        if failure is not None:
+            raise failure
+
+    # -- while it is attached ---------------------------------------------------------------------
+
+    def stay(self, unit: Unit) -> None:
+        """Bring a unit to the device for good, into memory of its own."""
+        memory = self.carrier.slot(unit.nbytes)
+        self.carrier.await_filled(self.carrier.fetch(unit.home, memory, unit.nbytes, ()))
+        unit.stay(memory)
+
+    def rehome(self, unit: Unit) -> None:
+        """Give a unit whose tensors somebody changed or exchanged a home that holds them so."""
+        leaves = [
+            leaf
+            for module in unit.modules
+            for leaf in leaves_of(module, unit.name, apart=self._inner(unit, module))
+        ]
+        others = [other for other in self.units if other is not unit]
+        outside = {id(leaf.tensor) for other in others for leaf in other.leaves}
+        moved = [
+            leaf
+            for leaf in leaves
+            if to_stream(leaf, some_frozen=self._some_frozen) and id(leaf.tensor) not in outside
+        ]
+        layout = Layout(segments_of(moved))
+        old = unit.home
+        unit.settle_in(layout, self.homes.make(layout))
+        old.close()
+        streamed = {id(leaf.tensor) for leaf in moved}
+        _move([leaf for leaf in leaves if id(leaf.tensor) not in streamed], self.carrier.device)
+
+    def _inner(self, unit: Unit, module: nn.Module) -> list[nn.Module]:
+        """Return the modules of other units within one of this unit's."""
+        others = {id(m): m for other in self.units if other is not unit for m in other.modules}
+        return [others[id(m)] for m in module.modules() if id(m) in others and m is not module]
+
+
+class _Origin:
+    """Where a segment was before; `device` is None for tensors that had no values."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.leaves = list(segment.leaves)
+        self.places = list(segment.places)
+        tensor = self.leaves[0].tensor
+        self.device = None if tensor.is_meta else tensor.device
+
+    def make_real(self) -> None:
+        """Turn tensors that are on no device into tensors on the host, the same objects."""
+        if self.device is not None:
+            return
+        for leaf in self.leaves:
+            tensor = leaf.tensor
+            empty = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+            if isinstance(tensor, nn.Parameter):
+                real: Any = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                real.__class__ = type(tensor)
+            else:
+                real = empty
+            torch.utils.swap_tensors(tensor, real)
+
+
+def _move(leaves: Sequence[Leaf], device: torch.device) -> None:
+    for segment in segments_of(leaves):
+        now = bytes_of(segment)
+        if now.device == device:
+            continue
+        memory = now.to(device)
+        for leaf, place in zip(segment.leaves, segment.places, strict=True):
+            put_data(leaf.tensor, place.over(memory))
+
+
+def _no_gradient(name: str) -> Callable[[Tensor], None]:
+    def refuse(gradient: Tensor) -> None:
+        raise OffloadError(
+            f"got a backward pass that wants the gradient of {name}, whose values only stream by, "
+            "expected frozen weights: model.requires_grad_(False), then train adapters beside them"
+        )
+
+    return refuse

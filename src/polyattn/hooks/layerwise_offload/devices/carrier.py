@@ -1,0 +1,74 @@
+"""The contract of what carries weights: :class:`Carrier`, and what it gives back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.hooks.layerwise_offload.sources import Source
+
+__all__ = ["Carrier", "Fetch"]
+
+
+class Fetch:
+    """One filling of a slot: how much, when it was asked for, and when it was done."""
+
+    def __init__(self, nbytes: int, handle: Any = None) -> None:
+        self.nbytes = nbytes
+        self.handle = handle  # what the carrier waits for
+        self.began = 0.0
+        self.seconds: float | None = None  # of the copy itself, once it is known
+        self.counted = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was waited for, or is known to be over."""
+        return self.seconds is not None
+
+
+class Carrier(ABC):
+    """Fills slots and keeps the order of copies and computations."""
+
+    device: torch.device
+    locks_host = False
+    """Whether host memory is locked for it."""
+
+    @abstractmethod
+    def slot(self, nbytes: int) -> Tensor:
+        """Return memory for a slot (uint8)."""
+
+    @abstractmethod
+    def stream(self) -> Any:
+        """Return where the caller computes now, something hashable; None: at once, in order."""
+
+    @abstractmethod
+    def fetch(self, source: Source, slot: Tensor, nbytes: int, users: Iterable[Any]) -> Fetch:
+        """Begin to fill a slot from `source` once all is done that `users`, streams, do by now."""
+
+    @abstractmethod
+    def await_filled(self, fetch: Fetch) -> float:
+        """Hold the caller's computation back until it is filled; the seconds that it stood."""
+
+    @abstractmethod
+    def abandon(self, fetch: Fetch) -> None:
+        """Nobody waits for it any more, and its slot is to be filled with something else."""
+
+    @abstractmethod
+    def write_back(self, slot: Tensor, segments: Iterable[tuple[Tensor, int]]) -> None:
+        """Copy parts of a slot, each from a byte on, into memory on the host, and wait."""
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """Note the time at which the caller's computation gets here."""
+
+    @abstractmethod
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the time between two stamps; waits for it if need be."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for everything and give back what the carrier holds."""

@@ -1,0 +1,151 @@
+"""An offloaded model's handle: its plan, its report, and the way back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from polyattn.errors import OffloadError, near_matches
+from polyattn.hooks.layerwise_offload.attach import Attached
+from polyattn.hooks.layerwise_offload.engine import Engine
+from polyattn.hooks.layerwise_offload.hook import LayerwiseOffloadHook, PassHook
+from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan
+from polyattn.hooks.layerwise_offload.offload_report import OffloadReport, report_of
+from polyattn.hooks.layerwise_offload.unit import Unit
+from polyattn.hooks.manager import HookHandle, ModuleHookManager
+
+__all__ = ["LayerwiseOffload"]
+
+_HOOK, _PASS = "layerwise_offload", "layerwise_offload_pass"
+
+
+class LayerwiseOffload:
+    """What :func:`offload` returns. A context manager: leaving it detaches.
+
+    `plan` is what was planned; `report()` what came of it.
+    """
+
+    def __init__(self, model: nn.Module, plan: OffloadPlan, attached: Attached | None) -> None:
+        self.plan = plan
+        self._model = weakref.ref(model)
+        self._attached = attached
+        self._engine: Engine | None = None
+        self._hooks: list[HookHandle] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "on" if self.attached else "off"
+        return f"<{type(self).__name__} {state}: {str(self.plan).splitlines()[0]}>"
+
+    @property
+    def attached(self) -> bool:
+        """Whether it is in force."""
+        return self._attached is not None
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the units that stream."""
+        return () if self._engine is None else tuple(u.name for u in self._engine.units.values())
+
+    def start(self, plan: OffloadPlan) -> None:
+        """Follow a plan: bring what stays, hook what streams."""
+        attached = self._attached
+        if attached is None:
+            return
+        self._stop()
+        self.plan = plan
+        staying = set(plan.resident)
+        streamed = []
+        for unit in attached.units:
+            if unit.name in staying:
+                attached.stay(unit)
+            else:
+                streamed.append(unit)
+        if not streamed:
+            return
+        self._engine = Engine(attached.carrier, streamed, depth=plan.depth, rehome=attached.rehome)
+        self._hook(streamed)
+
+    def measure(self, how: Callable[[Engine], Facts]) -> Facts:
+        """Measure with what streams now."""
+        if self._engine is None:
+            raise OffloadError("got nothing that streams to measure, expected units that do")
+        return how(self._engine)
+
+    def _hook(self, streamed: Sequence[Unit]) -> None:
+        model, engine = self._model(), self._engine
+        assert model is not None
+        assert engine is not None
+        hooked = {}
+        for unit in streamed:
+            hook = LayerwiseOffloadHook(engine, unit)
+            for module in unit.modules:
+                hooked[id(module)] = module
+                self._hooks.append(ModuleHookManager.of(module).attach(_HOOK, hook))
+        for name, module in model.named_modules():
+            if id(module) not in hooked and any(
+                id(part) in hooked for part in module.modules() if part is not module
+            ):
+                around = PassHook([engine], name or "model")
+                self._hooks.append(ModuleHookManager.of(module).attach(_PASS, around))
+
+    def _stop(self) -> None:
+        for hook in reversed(self._hooks):
+            hook.detach()
+        self._hooks.clear()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def report(self) -> OffloadReport:
+        """Return what was measured since the start: copies, waits, computation, memory."""
+        return report_of(self.plan, self._engine)
+
+    @contextmanager
+    def loaded(self, *names: str) -> Iterator[None]:
+        """Units (all by default) are on the device within the scope, whoever uses them.
+
+        For weights that are used outside their module's call, and to change weights in place:
+        what is changed goes home at the end.
+        """
+        engine = self._engine
+        if engine is None:
+            yield
+            return
+        known = {unit.name: unit for unit in engine.units.values()}
+        unknown = [name for name in names if name not in known and name not in self.plan.resident]
+        if unknown:
+            raise OffloadError(
+                f"got the unit {unknown[0]!r}, expected one of those that stream "
+                f"({', '.join(known)}).{near_matches(unknown[0], known)}"
+            )
+        chosen = [known[name] for name in names if name in known] if names else known.values()
+        with ExitStack() as scopes:
+            for unit in chosen:
+                scopes.enter_context(engine.using(unit))
+            yield
+
+    def mutate_params_scope(self) -> Any:
+        """Return the scope in which weights may be changed: `loaded()` of all units."""
+        return self.loaded()
+
+    def detach(self) -> None:
+        """Give the model back as it was, with the values that its weights have now."""
+        with self._lock:
+            attached, self._attached = self._attached, None
+            if attached is None:
+                return
+            self._stop()
+            attached.restore()
+            attached.carrier.close()
+
+    def __enter__(self) -> LayerwiseOffload:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()

@@ -1,0 +1,98 @@
+"""The hooks that move weights: one brings a unit for its modules, one tells where a pass begins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from polyattn.hooks.forward_hook import ForwardHook
+from polyattn.hooks.layerwise_offload.engine import Engine, Use
+from polyattn.hooks.layerwise_offload.saved_tensors import saving_references
+from polyattn.hooks.layerwise_offload.unit import Unit
+from polyattn.torch.internals import keep_from_tracing
+
+__all__ = ["LayerwiseOffloadHook", "PassHook"]
+
+
+class _Calls(threading.local):
+    """The calls of this thread that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []
+
+
+class LayerwiseOffloadHook(ForwardHook):
+    """Brings the weights of a module for each of its calls, and lets them go afterwards.
+
+    `offload` makes and attaches one for each unit of a model. While the call runs, `unit` is on
+    the device, and the next units are on their way.
+    """
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine = engine
+        self.unit = unit
+        self._calls = _Calls()
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Bring the unit."""
+        use = self.engine.enter(self.unit)
+        self._calls.open.append((use, saving_references(self.engine, self.unit)))
+        return None
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let it go."""
+        self._end()
+
+    def failed(self, module: nn.Module, exc: BaseException) -> None:
+        """Let it go."""
+        self._end()
+
+    def _end(self) -> None:
+        if not self._calls.open:
+            return
+        use: Use
+        use, saving = self._calls.open.pop()
+        if saving is not None:
+            saving.__exit__(None, None, None)
+        self.engine.leave(use)
+
+
+class PassHook(ForwardHook):
+    """Tells the engines that a pass through the model begins and ends."""
+
+    def __init__(self, engines: Sequence[Engine], kind: str) -> None:
+        self.engines = tuple(engines)
+        self.kind = kind
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin the pass."""
+        for engine in self.engines:
+            engine.begin(self.kind)
+        return None
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """End it."""
+        for engine in self.engines:
+            engine.end()
+
+    def failed(self, module: nn.Module, exc: BaseException) -> None:
+        """End it."""
+        for engine in self.engines:
+            engine.end(failed=True)
+
+
+def _stay_out_of_graphs() -> None:
+    """Compiled code calls these and goes on after them: what they move is no part of a graph."""
+    for hook in (LayerwiseOffloadHook, PassHook):
+        for method in (hook.pre_forward, hook.post_forward):
+            keep_from_tracing(method)
+
+
+_stay_out_of_graphs()

@@ -1,0 +1,95 @@
+"""Measures a model under offload: what each unit computes, what copies bring, what a pass needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyattn.errors import OffloadError
+from polyattn.hooks.layerwise_offload.engine import Engine
+from polyattn.hooks.layerwise_offload.meter import Meter
+from polyattn.hooks.layerwise_offload.offload_plan import Facts
+from polyattn.hooks.layerwise_offload.predict import Step, predict
+from polyattn.hooks.layerwise_offload.process_memory import begin_peak, held, peak
+
+__all__ = ["measured", "runner"]
+
+
+def runner(model: nn.Module, sample: Any) -> Callable[[], Any]:
+    """Return a call of the model from what a user gave as its example.
+
+    A callable is called as it is; a dict is keywords, a tuple positional arguments, and anything
+    else the only one.
+    """
+    if sample is model or isinstance(sample, nn.Module):
+        raise OffloadError("got a module as sample, expected inputs or a function that calls it")
+    if callable(sample):
+        return lambda: sample()
+    if isinstance(sample, Mapping):
+        return lambda: model(**sample)
+    if isinstance(sample, tuple):
+        return lambda: model(*sample)
+    return lambda: model(sample)
+
+
+def measured(engine: Engine, run: Callable[[], Any], facts: Facts, tier: str) -> Facts:
+    """Run the model three times, and return the facts with what was seen.
+
+    The first pass makes what is made once; in the second nothing is copied while anything is
+    computed, which tells the two apart; in the third they meet.
+    """
+    device, meter = engine.carrier.device, engine.meter
+    ahead, engine.depth = engine.depth, 0
+    slots = sum(slot.memory.numel() for slot in engine.slots)
+    before = held(device) + (slots if device.type == "cpu" else 0)  # nobody touched them yet
+    begin_peak(device)
+    try:
+        with torch.no_grad():
+            run()  # what is made only once, is made now; and the order is learned
+            meter.reset()
+            run()
+            alone = _seen(engine, facts, tier)
+            engine.depth = 1
+            meter.reset()
+            run()
+    finally:
+        engine.depth = ahead
+    meter.resolve()
+    activations = max(0, peak(device) - before)
+    found = replace(alone, activation_bytes=activations, interference=_interference(meter, alone))
+    meter.reset()
+    return found
+
+
+def _seen(engine: Engine, facts: Facts, tier: str) -> Facts:
+    """Return what a pass showed in which nothing was done at the same time."""
+    meter = engine.meter
+    meter.resolve()
+    compute = [meter.units[index].compute_s for index in range(len(facts.units))]
+    copied = sum(times.copy_s for times in meter.units.values())
+    stalled = sum(times.stall_s for times in meter.units.values())
+    moved = sum(times.nbytes for times in meter.units.values())
+    return replace(
+        facts,
+        compute_s=tuple(compute),
+        outside_s=max(0.0, meter.pass_s - sum(compute) - stalled),
+        order=tuple(engine.order.last()),
+        rates={tier: moved / copied} if copied else {},
+    )
+
+
+def _interference(meter: Meter, alone: Facts) -> float:
+    """Return by how many seconds a second of copying holds up computation beside it.
+
+    On the processor both want the same cores and the same memory; on a device next to nothing.
+    """
+    rate = next(iter(alone.rates.values()), 0.0)
+    copies = [nbytes / rate if rate else 0.0 for _, nbytes in alone.units]
+    order = alone.order or range(len(copies))
+    steps = [Step(alone.compute_s[i], copies[i]) for i in order]
+    expected = predict(steps, 1, alone.outside_s)
+    return max(0.0, (meter.pass_s - expected.pass_s) / expected.copy_s) if expected.copy_s else 0.0

@@ -1,0 +1,248 @@
+"""The call that offloads a model: look, plan, put away, measure, bring back what may stay."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyattn.errors import OffloadError
+from polyattn.hooks.layerwise_offload.attach import Attached
+from polyattn.hooks.layerwise_offload.devices import Carrier, carrier_for
+from polyattn.hooks.layerwise_offload.handle import LayerwiseOffload
+from polyattn.hooks.layerwise_offload.homes import Homes
+from polyattn.hooks.layerwise_offload.leaves import leaves_of
+from polyattn.hooks.layerwise_offload.measure_pass import measured, runner
+from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan
+from polyattn.hooks.layerwise_offload.others import refuse_others
+from polyattn.hooks.layerwise_offload.partition import LEVELS, candidates, named
+from polyattn.hooks.layerwise_offload.planning import make_plan
+from polyattn.hooks.layerwise_offload.process_memory import held, trim
+from polyattn.hooks.layerwise_offload.sizes import read_bytes
+from polyattn.hooks.layerwise_offload.survey import Survey, refuse_training, survey_of
+from polyattn.torch.internals import unwrapped
+
+__all__ = ["enable_layerwise_offload", "offload"]
+
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, LayerwiseOffload] = weakref.WeakKeyDictionary()
+
+
+def offload(
+    model: nn.Module, budget: int | str | None = None, device: Any = None, *,
+    disk: str | Path | None = None, weights: Any = None, depth: int | None = None,
+    plan: OffloadPlan | str | Path | None = None, units: str | Sequence[str] | None = None,
+    resident: Sequence[nn.Module] = (), sample: Any = None, pinned: bool = True,
+    keep_files: bool = False, progress: bool = False,
+) -> LayerwiseOffload:  # fmt: skip
+    """Run a model in less memory than its weights: they come for each call and go afterwards.
+
+    `budget`: bytes (``"8GiB"``) that this process may hold on `device`, activations included; None:
+    as few as possible. `device`: where it computes; None: CUDA if there is one, else ``"cpu"``,
+    where weights stay in files. `disk`: a folder for weights that lie in no file; `weights`: the
+    model's own safetensors file, files or folder, from which a model on the meta device gets its
+    values. `sample`: inputs of a typical call (a tuple, a dict, a tensor, or a function), by which
+    computation, copies and activations are measured; without it the plan knows no times and keeps
+    nothing free for activations. `depth`: units fetched ahead; None: the best. `plan`: one made
+    before, or its file. `units`: regular expressions of the modules that are moved, instead of the
+    model's blocks. `resident`: modules that are left where they are. `pinned`: lock the host's
+    copy for the device. `keep_files`: leave files of ours in `disk` for the next time.
+
+    Returns a handle, at once a context manager: `plan`, `report()`, `loaded(...)`, `detach()`. The
+    model's parameters stay the objects that they are, with their values. Offloading twice is once.
+    Raises :class:`~polyattn.errors.OffloadError` before anything is moved if it cannot be.
+
+    >>> import tempfile, torch
+    >>> from polyattn.hooks import offload
+    >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
+    >>> model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+    >>> x = torch.ones(1, 64)
+    >>> want = model(x)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with offload(model, device="cpu", disk=folder) as handle:
+    ...         print(len(handle.units), torch.equal(model(x), want))
+    4 True
+    """
+    model = unwrapped(model)
+    known = _known(model)
+    if known is not None:
+        return known
+    refuse_others(model)
+    carrier = carrier_for(_device(device))
+    homes = None
+    try:
+        homes = _homes(carrier, disk, weights, pinned, keep_files)
+        handle = _offload(
+            model, carrier, homes, _asked(plan, budget, depth), units, resident, sample, progress
+        )
+    except BaseException:
+        if homes is not None:
+            homes.close()
+        carrier.close()
+        raise
+    _HANDLES[model] = handle
+    return handle
+
+
+def enable_layerwise_offload(model: nn.Module, is_replace: bool = False) -> LayerwiseOffload:
+    """Offload a model as FastVideo names it: every block streams; on CUDA from locked host memory.
+
+    `is_replace`: give up an offload that is there and begin anew.
+    """
+    known = _known(model)
+    if known is not None and is_replace:
+        known.detach()
+    return offload(model)
+
+
+def _known(model: Any) -> LayerwiseOffload | None:
+    if not isinstance(model, nn.Module):
+        raise OffloadError(f"got {type(model).__name__}, expected a torch.nn.Module")
+    found = _HANDLES.get(model)
+    return found if found is not None and found.attached else None
+
+
+def _device(device: Any) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OffloadError(f"got device={device!r}, expected 'cpu', 'cuda' or a device") from error
+
+
+def _homes(carrier: Carrier, disk: Any, weights: Any, pinned: bool, keep_files: bool) -> Homes:
+    if carrier.device.type == "cpu" and disk is None and weights is None:
+        raise OffloadError(
+            "got device='cpu' without files, expected disk= (a folder for the weights) or weights= "
+            "(the model's safetensors): what computes on the processor can only stream from a disk"
+        )
+    lock = pinned and carrier.locks_host
+    return Homes(disk=disk, weights=weights, lock=lock, keep_files=keep_files)
+
+
+class _Asked:
+    """What the user asks of the plan."""
+
+    def __init__(self, plan: OffloadPlan | None, budget: int | None, depth: int | None) -> None:
+        self.plan, self.budget, self.depth = plan, budget, depth
+
+    def plan_for(self, facts: Facts, device: str, tier: str) -> OffloadPlan:
+        if self.plan is not None:
+            return self.plan
+        budget = self.budget
+        if budget is None:  # as few as possible
+            largest = max((nbytes for _, nbytes in facts.units), default=0)
+            fixed = facts.outside_bytes + facts.other_bytes + facts.activation_bytes
+            budget = fixed + ((self.depth or 1) + 1) * largest
+        return make_plan(facts, device=device, budget=budget, tier=tier, depth=self.depth)
+
+
+def _asked(plan: Any, budget: Any, depth: Any) -> _Asked:
+    if depth is not None and (not isinstance(depth, int) or depth < 1):
+        raise OffloadError(
+            f"got depth={depth!r}, expected how many units to fetch ahead: 1, 2, ..."
+        )
+    if plan is not None and not isinstance(plan, OffloadPlan):
+        plan = OffloadPlan.load(plan)
+    return _Asked(plan, None if budget is None else read_bytes(budget), depth)
+
+
+def _offload(
+    model: nn.Module, carrier: Carrier, homes: Homes, asked: _Asked,
+    units: str | Sequence[str] | None, resident: Sequence[nn.Module], sample: Any, progress: bool,
+) -> LayerwiseOffload:  # fmt: skip
+    device, tier = carrier.device, homes.tier
+    every = leaves_of(model, apart=resident)
+    homes.know(every)
+    before = held(device)
+    ours = sum(leaf.nbytes for leaf in every if leaf.tensor.device == device)
+    survey, plan = _surveyed(model, units, resident, asked, device, tier, max(0, before - ours))
+    refuse_training(model, survey)
+    if asked.budget is not None and not plan.streamed and _is_here(model, device):
+        return LayerwiseOffload(model, plan, None)
+    homes.require(sum(found.nbytes for found in survey.units))
+    with _Bar(progress) as shown:
+        attached = Attached(model, survey, carrier, homes, shown)
+    handle = LayerwiseOffload(model, plan, attached)
+    try:
+        _settle(handle, attached, survey, asked, sample)
+    except BaseException:
+        handle.detach()
+        raise
+    return handle
+
+
+def _settle(
+    handle: LayerwiseOffload, attached: Attached, survey: Survey, asked: _Asked, sample: Any
+) -> None:
+    """Measure what can be measured now that the weights are away, and follow the plan of that."""
+    device, tier = attached.carrier.device, attached.homes.tier
+    trim()
+    facts = _facts(survey, other=max(0, held(device) - survey.outside_bytes))
+    model = attached.model()
+    if sample is not None and asked.plan is None and model is not None:
+        least = _Asked(None, None, 1).plan_for(facts, str(device), tier)
+        handle.start(least)
+        facts = handle.measure(lambda engine: measured(engine, runner(model, sample), facts, tier))
+    handle.start(asked.plan_for(facts, str(device), tier))
+
+
+def _surveyed(
+    model: nn.Module, units: Any, resident: Sequence[nn.Module], asked: _Asked,
+    device: torch.device, tier: str, other: int,
+) -> tuple[Survey, OffloadPlan]:  # fmt: skip
+    """Cut the model as coarsely as the budget allows."""
+    if units is not None:
+        survey = survey_of(
+            model, named(model, [units] if isinstance(units, str) else units), resident
+        )
+        return survey, asked.plan_for(_facts(survey, other), str(device), tier)
+    failure: OffloadError | None = None
+    for level in range(len(LEVELS)):
+        survey = survey_of(model, candidates(model, level), resident)
+        if not survey.units:
+            continue
+        try:
+            return survey, asked.plan_for(_facts(survey, other), str(device), tier)
+        except OffloadError as error:
+            failure = error
+    raise failure or OffloadError(
+        f"got a {type(model).__name__} without modules that hold weights, expected some to move"
+    )
+
+
+def _facts(survey: Survey, other: int) -> Facts:
+    return Facts(
+        [(found.name, found.nbytes) for found in survey.units],
+        outside_bytes=survey.outside_bytes,
+        other_bytes=other,
+    )
+
+
+def _is_here(model: nn.Module, device: torch.device) -> bool:
+    return all(p.device == device for p in (*model.parameters(), *model.buffers()))
+
+
+class _Bar:
+    """A progress bar over the units that are put away, if it is asked for."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._bar: Any = None
+        if wanted:
+            self._bar = importlib.import_module("rich.progress").Progress(transient=True)
+            self._task = self._bar.add_task("weights are put away", total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        if self._bar is None:
+            return lambda done, of: None
+        self._bar.start()
+        return lambda done, of: self._bar.update(self._task, completed=done, total=of)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

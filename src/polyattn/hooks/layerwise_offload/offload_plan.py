@@ -1,0 +1,220 @@
+"""The plan: which units stay, which stream and from where, and what will come of it.
+
+It is a value, made by :func:`~polyattn.hooks.layerwise_offload.planning.make_plan`, printed, stored
+as JSON, and changed by whoever knows better.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyattn.errors import OffloadError
+from polyattn.hooks.layerwise_offload.sizes import said
+
+__all__ = ["SCHEMA", "Facts", "OffloadPlan", "PlannedUnit"]
+
+SCHEMA = "polyattn.offload.plan/1"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a model and a machine.
+
+    `units`: name and bytes of each, in the order in which they are used. `outside_bytes`: weights
+    that are in no unit; they stay. `other_bytes`: what the process holds on the device beside the
+    weights, and `activation_bytes` what a pass needs on top. `compute_s`: of each unit in a pass;
+    empty: not measured. `outside_s`: of a pass outside the units. `rates`: bytes a second from
+    the ``host`` and the ``disk``; a tier that is missing was not measured.
+    """
+
+    units: Sequence[tuple[str, int]]
+    outside_bytes: int = 0
+    other_bytes: int = 0
+    activation_bytes: int = 0
+    compute_s: Sequence[float] = ()
+    outside_s: float = 0.0
+    rates: Mapping[str, float] = field(default_factory=dict)
+    order: Sequence[int] = ()
+    latency_s: float = 0.0
+    interference: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit of the plan. `tier`: ``resident``, ``host`` or ``disk``."""
+
+    name: str
+    nbytes: int
+    tier: str
+    compute_s: float | None = None
+    copy_s: float | None = None
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """What stays, what streams, and what that costs; a value, JSON and back.
+
+    `peak_bytes`: the most that the process will hold on the device. `pass_s`, `slowdown`: of one
+    pass, None where the computation was not measured. `bound_s`: the longer of computation and
+    copies, which nothing beats.
+    """
+
+    device: str
+    budget_bytes: int | None
+    depth: int
+    units: tuple[PlannedUnit, ...]
+    outside_bytes: int
+    other_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    rates: dict[str, float] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+    compute_s: float | None = None
+    copy_s: float | None = None
+    pass_s: float | None = None
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """The names of the units that stay on the device."""
+        return tuple(unit.name for unit in self.units if unit.tier == "resident")
+
+    @property
+    def streamed(self) -> tuple[str, ...]:
+        """The names of the units that are brought for each use."""
+        return tuple(unit.name for unit in self.units if unit.tier != "resident")
+
+    @property
+    def slot_bytes(self) -> int:
+        """How large a slot is: as the largest unit that streams."""
+        return max((unit.nbytes for unit in self.units if unit.tier != "resident"), default=0)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights on the device at the most: what stays, and the slots."""
+        stays = sum(unit.nbytes for unit in self.units if unit.tier == "resident")
+        slots = (self.depth + 1) * self.slot_bytes if self.streamed else 0
+        return stays + slots + self.outside_bytes
+
+    @property
+    def bound_s(self) -> float | None:
+        """The longer of computation and copies."""
+        known = [x for x in (self.compute_s, self.copy_s) if x is not None]
+        return max(known) if len(known) == 2 else None
+
+    @property
+    def slowdown(self) -> float | None:
+        """A pass over one in which everything were resident."""
+        return self.pass_s / self.compute_s if self.pass_s and self.compute_s else None
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> OffloadPlan:
+        """Read a plan; anything else is an :class:`OffloadError`."""
+        try:
+            data = json.loads(text)
+            if data["schema"] != SCHEMA:
+                raise ValueError(f"its schema is {data['schema']!r}")
+            del data["schema"]
+            data["units"] = tuple(_read_unit(unit) for unit in data["units"])
+            data["order"] = tuple(int(index) for index in data["order"])
+            plan = cls(**data)
+            if not all(isinstance(n, int) and n >= 0 for n in (plan.depth, plan.peak_bytes)):
+                raise ValueError("a negative number")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OffloadError(
+                f"got what is no plan of this version ({error}), expected one of {SCHEMA!r}: "
+                "make it again with `polyattn offload plan`"
+            ) from error
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a JSON file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> OffloadPlan:
+        """Read a plan from a JSON file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise OffloadError(f"got the plan {path}, which cannot be read ({error})") from error
+
+    def __str__(self) -> str:
+        return _text_of(self)
+
+
+def _read_unit(unit: Any) -> PlannedUnit:
+    planned = PlannedUnit(**unit)
+    if planned.tier not in ("resident", "host", "disk") or planned.nbytes < 0:
+        raise ValueError(f"the unit {planned.name!r} is {planned.nbytes} bytes on {planned.tier!r}")
+    return planned
+
+
+def _text_of(plan: OffloadPlan) -> str:
+    """Return the plan as text: the verdict first, then what is where."""
+    lines = [_verdict(plan)]
+    rows = [
+        ("weights outside the units", plan.outside_bytes),
+        (f"{len(plan.resident)} resident units", sum(_sizes(plan, "resident"))),
+    ]
+    if plan.streamed:
+        rows.append((f"{plan.depth + 1} slots", (plan.depth + 1) * plan.slot_bytes))
+    rows += [
+        ("activations", plan.activation_bytes),
+        ("held by the process already", plan.other_bytes),
+        ("peak", plan.peak_bytes),
+    ]
+    if plan.budget_bytes is not None:
+        rows.append(("budget", plan.budget_bytes))
+    lines += [f"  {name:<30}{said(nbytes):>12}" for name, nbytes in rows]
+    if plan.streamed:
+        lines += ["", *_units(plan)]
+    return "\n".join(lines)
+
+
+def _sizes(plan: OffloadPlan, tier: str) -> list[int]:
+    return [unit.nbytes for unit in plan.units if unit.tier == tier]
+
+
+def _verdict(plan: OffloadPlan) -> str:
+    if not plan.streamed:
+        return f"everything fits on {plan.device}: nothing is moved"
+    moved = sum(unit.nbytes for unit in plan.units if unit.tier != "resident")
+    tiers = sorted({unit.tier for unit in plan.units} - {"resident"})
+    text = (
+        f"{len(plan.streamed)} of {len(plan.units)} units stream from {' and '.join(tiers)} to "
+        f"{plan.device}, {said(moved)} a pass"
+    )
+    if plan.slowdown is None or plan.bound_s is None or plan.pass_s is None:
+        return f"{text}; its time is not known: give sample= to measure it"
+    return (
+        f"{text}: {plan.pass_s:.3g} s, {plan.slowdown:.2f} x all resident, "
+        f"{plan.pass_s / plan.bound_s:.2f} x the bound of max(compute, copy)"
+    )
+
+
+def _units(plan: OffloadPlan) -> list[str]:
+    width = max(len(unit.name) for unit in plan.units)
+    lines = [f"  {'unit':<{width}}  {'size':>10}  {'where':<8}  {'compute':>9}  {'copy':>9}"]
+    rows = [(_row(unit, ""), unit.name) for unit in plan.units]
+    first = 0
+    while first < len(rows):
+        last = first
+        while last + 1 < len(rows) and rows[last + 1][0] == rows[first][0]:
+            last += 1
+        names = rows[first][1] if last == first else f"{rows[first][1]} .. {rows[last][1]}"
+        lines.append(_row(plan.units[first], f"{names:<{width}}"))
+        first = last + 1
+    return lines
+
+
+def _row(unit: PlannedUnit, name: str) -> str:
+    times = [f"{x * 1e3:.2f} ms" if x is not None else "-" for x in (unit.compute_s, unit.copy_s)]
+    return f"  {name}  {said(unit.nbytes):>10}  {unit.tier:<8}  {times[0]:>9}  {times[1]:>9}"

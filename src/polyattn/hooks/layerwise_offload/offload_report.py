@@ -1,0 +1,155 @@
+"""What came of a plan: of each unit its copies, waits and computation, beside the prediction."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from polyattn.hooks.layerwise_offload.exact_memory import locked_bytes
+from polyattn.hooks.layerwise_offload.process_memory import peak
+from polyattn.hooks.layerwise_offload.sizes import said
+
+if TYPE_CHECKING:
+    from polyattn.hooks.layerwise_offload.engine import Engine
+    from polyattn.hooks.layerwise_offload.meter import Event
+    from polyattn.hooks.layerwise_offload.offload_plan import OffloadPlan
+
+__all__ = ["OffloadReport", "UnitRow", "report_of"]
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit: how often it was used and brought, and the seconds of all its uses."""
+
+    name: str
+    nbytes: int
+    uses: int
+    fetches: int
+    misses: int
+    copy_s: float
+    stall_s: float
+    compute_s: float
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second of its copies."""
+        return self.fetches * self.nbytes / self.copy_s if self.copy_s else None
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What was measured since offload began, or its plan was last changed.
+
+    `pass_s`: a pass on average. `bound_s`: the longer of a pass's computation and its copies.
+    `slots_added`: for units within units or of several threads; `slots_given_up`: to whoever kept a
+    view of a weight. `outside`: loads outside any call of the model, which nothing foresees.
+    """
+
+    units: tuple[UnitRow, ...]
+    passes: int
+    pass_s: float | None
+    predicted_s: float | None
+    compute_s: float
+    copy_s: float
+    peak_bytes: int
+    planned_peak_bytes: int
+    locked_bytes: int
+    slot_bytes: int
+    slots_added: int
+    slots_given_up: int
+    bytes_written_back: int
+    outside: int
+    events: tuple[Event, ...] = ()
+
+    @property
+    def bound_s(self) -> float:
+        """What no order of copies and computation beats."""
+        return max(self.compute_s, self.copy_s)
+
+    def to_json(self) -> str:
+        """Return the report as JSON, without the events."""
+        facts = asdict(self)
+        del facts["events"]
+        return json.dumps(facts, indent=1)
+
+    def __str__(self) -> str:
+        if not self.units:
+            return "nothing streams"
+        lines = [_verdict(self)]
+        width = max(len(row.name) for row in self.units)
+        head = ("uses", "misses", "copy", "wait", "compute", "GB/s")
+        lines.append(f"  {'unit':<{width}}  {'size':>9}" + "".join(f"{h:>10}" for h in head))
+        lines += [_line(row, width) for row in self.units]
+        lines.append(
+            f"  peak {said(self.peak_bytes)} (planned {said(self.planned_peak_bytes)}), "
+            f"slots {said(self.slot_bytes)}, locked {said(self.locked_bytes)}"
+        )
+        notes = (
+            (self.slots_added, "slots were added for units within units or other threads"),
+            (self.slots_given_up, "slots were given up to who kept a view of a weight"),
+            (self.bytes_written_back, "bytes of changed weights were brought home"),
+            (self.outside, "loads came outside any call of the model: nothing foresaw them"),
+        )
+        lines += [f"  {count:,} {text}" for count, text in notes if count]
+        return "\n".join(lines)
+
+
+def _verdict(report: OffloadReport) -> str:
+    if not report.passes or report.pass_s is None:
+        return "no pass was measured yet"
+    text = f"{report.passes} passes of {report.pass_s:.4g} s"
+    if report.predicted_s:
+        text += f" (predicted {report.predicted_s:.4g})"
+    if report.bound_s:
+        text += f", {report.pass_s / report.bound_s:.2f} x the bound of max(compute, copy)"
+    return text
+
+
+def _line(row: UnitRow, width: int) -> str:
+    uses = max(row.uses, 1)
+    fetches = max(row.fetches, 1)
+    times = (row.copy_s / fetches, row.stall_s / uses, row.compute_s / uses)
+    rate = "-" if row.rate is None else f"{row.rate / 1e9:.2f}"
+    return (
+        f"  {row.name:<{width}}  {said(row.nbytes):>9}{row.uses:>10}{row.misses:>10}"
+        + "".join(f"{1e3 * seconds:>7.2f} ms" for seconds in times)
+        + f"{rate:>10}"
+    )
+
+
+def report_of(plan: OffloadPlan, engine: Engine | None) -> OffloadReport:
+    """Gather what an engine has measured."""
+    if engine is None:
+        return OffloadReport(
+            (), 0, None, plan.pass_s, 0.0, 0.0, 0, plan.peak_bytes, locked_bytes(), 0, 0, 0, 0, 0
+        )
+    meter = engine.meter
+    meter.resolve()
+    rows = tuple(
+        UnitRow(
+            unit.name, unit.nbytes, times.uses, times.fetches, times.misses, times.copy_s,
+            times.stall_s, times.compute_s,
+        )
+        for unit in engine.units.values()
+        for times in [meter.units[unit.index]]
+    )  # fmt: skip
+    passes = max(meter.passes, 1)
+    stalls = sum(row.stall_s for row in rows)
+    return OffloadReport(
+        rows,
+        meter.passes,
+        meter.pass_s / meter.passes if meter.passes else None,
+        plan.pass_s,
+        max(meter.pass_s - stalls, 0.0) / passes,
+        sum(row.copy_s for row in rows) / passes,
+        peak(engine.carrier.device),
+        plan.peak_bytes,
+        locked_bytes(),
+        sum(slot.memory.numel() for slot in engine.slots),
+        meter.slots_added,
+        meter.slots_given_up,
+        meter.bytes_written_back,
+        meter.outside,
+        tuple(meter.events),
+    )

@@ -1,0 +1,132 @@
+"""Where a unit's weights lie while they are not on the device: on the host, or in files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polyattn.hooks.layerwise_offload.exact_memory import Block, Lock
+from polyattn.hooks.layerwise_offload.mapped import FilePart, Mapping, can_see_changes
+from polyattn.hooks.layerwise_offload.segments import Layout
+
+__all__ = ["FileSource", "HostSource", "Source"]
+
+
+class Source(Protocol):
+    """The home of a unit's bytes."""
+
+    tier: str
+    sees_writes: bool
+    """Whether `is_changed` notices every write, also one that goes past torch's count."""
+
+    def segments(self) -> list[Tensor]:
+        """Return the bytes of each segment as memory: what the weights are while they are away."""
+        ...
+
+    def is_changed(self) -> bool:
+        """Whether somebody wrote into the segments."""
+        ...
+
+    def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
+        """Return what to read from files, and where in a slot on the host to; [] for memory."""
+        ...
+
+    def copies(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what to copy from memory, and where in a slot to; [] for files."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds; tensors over its memory stay."""
+        ...
+
+
+class HostSource:
+    """A unit in host memory, as one block, so that one copy fetches it."""
+
+    tier = "host"
+    sees_writes = False
+
+    def __init__(self, layout: Layout, *, lock: bool = False) -> None:
+        self._layout = layout
+        self._block = Block(layout.nbytes)
+        self._lock = Lock(self._block.whole) if lock and layout.nbytes else None
+        self._segments = [
+            self._block.part(offset, segment.nbytes)
+            for offset, segment in zip(layout.offsets, layout.segments, strict=True)
+        ]
+
+    def segments(self) -> list[Tensor]:
+        return self._segments
+
+    def is_changed(self) -> bool:
+        return False
+
+    def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
+        return []
+
+    def copies(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(self._block.whole, slot[: self._layout.nbytes])]
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+class FileSource:
+    """A unit in one or more files; while it is away its weights are the files, mapped."""
+
+    tier = "disk"
+
+    def __init__(self, layout: Layout, parts: Sequence[FilePart]) -> None:
+        """`parts`: where each segment of the layout lies, in the order of the layout."""
+        self._layout = layout
+        self._parts = list(parts)
+        self._mappings = [_mapping(part) for part in self._parts]
+        self._segments = [
+            torch.empty(0, dtype=torch.uint8) if m is None else m.tensor(0, part.nbytes)
+            for m, part in zip(self._mappings, self._parts, strict=True)
+        ]
+        self.sees_writes = can_see_changes()
+
+    @property
+    def parts(self) -> list[FilePart]:
+        """Where the bytes lie."""
+        return self._parts
+
+    def segments(self) -> list[Tensor]:
+        return self._segments
+
+    def is_changed(self) -> bool:
+        return any(m.is_changed() for m in self._mappings if m is not None)
+
+    def forget(self) -> None:
+        """Let the system take back pages that somebody read."""
+        for mapping in self._mappings:
+            if mapping is not None:
+                mapping.forget()
+
+    def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
+        if not self.sees_writes:
+            return []
+        memory = slot.numpy().data
+        return [
+            (part, memory[offset : offset + part.nbytes])
+            for part, offset in zip(self._parts, self._layout.offsets, strict=True)
+            if part.nbytes
+        ]
+
+    def copies(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where writes go unseen, what they wrote must be what is copied: the mapping itself."""
+        if self.sees_writes:
+            return []
+        return list(zip(self._segments, self._layout.memory_of(slot), strict=True))
+
+    def close(self) -> None:
+        """The files stay open as long as other units lie in them; mappings need none."""
+
+
+def _mapping(part: FilePart) -> Mapping | None:
+    return Mapping(part.file, part.start, part.nbytes) if part.nbytes else None

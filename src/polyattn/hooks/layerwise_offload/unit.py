@@ -1,0 +1,117 @@
+"""A unit: what is moved at once, the weights of some modules; at home, or shown in a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from polyattn.hooks.layerwise_offload.leaves import Leaf, put_data
+from polyattn.hooks.layerwise_offload.segments import Layout
+from polyattn.hooks.layerwise_offload.sources import Source
+from polyattn.torch.internals import own_buffers, own_parameters
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """The weights of some modules, where they live, and where they are shown now.
+
+    At home its tensors are their own values in host memory or in a mapped file; while it is in
+    use, the same objects are the bytes of a slot. The objects themselves never change.
+    """
+
+    def __init__(
+        self, index: int, name: str, modules: Sequence[nn.Module], layout: Layout, home: Source
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.modules = tuple(modules)
+        self.uses = 0
+        self.generation = 0
+        self.shown: Tensor | None = None
+        self.settle_in(layout, home)
+
+    def settle_in(self, layout: Layout, home: Source) -> None:
+        """Take a home: the unit's tensors become what lies there."""
+        self.layout = layout
+        self.home = home
+        memory = home.segments()
+        self._leaves = layout.leaves()
+        self._parts = self._parts_now()
+        self._at_home = [place.over(memory[index]) for _, place, index in self._leaves]
+        self._addresses = [tensor.data_ptr() for tensor in self._at_home]
+        self.generation += 1
+        self.hide()
+
+    @property
+    def nbytes(self) -> int:
+        """How much is moved."""
+        return self.layout.nbytes
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """Its tensors."""
+        return [leaf for leaf, _, _ in self._leaves]
+
+    def show(self, slot: Tensor) -> None:
+        """Let the tensors be the bytes in a slot."""
+        memory = self.layout.memory_of(slot)
+        for leaf, place, index in self._leaves:
+            put_data(leaf.tensor, place.over(memory[index]))
+        self.shown = slot
+        self.note_versions()
+
+    def hide(self) -> None:
+        """Let the tensors be what lies at home."""
+        for (leaf, _, _), at_home in zip(self._leaves, self._at_home, strict=True):
+            put_data(leaf.tensor, at_home)
+        self.shown = None
+        self.note_versions()
+
+    def stay(self, memory: Tensor) -> None:
+        """Be the bytes of `memory` for good; what was at home is given up."""
+        self.show(memory)
+        self.home.close()
+        self._at_home = []
+
+    def note_versions(self) -> None:
+        """Take the tensors as they are for unchanged."""
+        self._versions = [leaf.version for leaf, _, _ in self._leaves]
+
+    def was_counted(self) -> bool:
+        """Whether torch has counted a change of a tensor since it was last shown or hidden."""
+        return self._versions != [leaf.version for leaf, _, _ in self._leaves]
+
+    def _parts_now(self) -> list[int]:
+        """Return which modules and tensors the unit's modules have now."""
+        found: list[int] = []
+        for module in self.modules:
+            for part in module.modules():
+                found.append(id(part))
+                for table in (own_parameters(part), own_buffers(part)):
+                    for tensor in table.values():
+                        found.append(id(tensor))
+                        if tensor is not None and hasattr(tensor, "__tensor_flatten__"):
+                            names, _ = tensor.__tensor_flatten__()
+                            found += [id(getattr(tensor, name)) for name in names]
+        return found
+
+    def was_replaced(self) -> bool:
+        """Whether somebody gave a tensor other memory (``.data = ...``), or it is another now."""
+        if self._parts != self._parts_now():
+            return True
+        if self.shown is None:
+            return self._addresses != [leaf.address for leaf, _, _ in self._leaves]
+        start = self.shown.data_ptr()
+        offsets = self.layout.offsets
+        return any(
+            leaf.address != start + offsets[index] + place.offset
+            for leaf, place, index in self._leaves
+        )
+
+    def at_home(self) -> list[tuple[Leaf, Tensor]]:
+        """Return each tensor with what it is at home."""
+        return [
+            (leaf, home) for (leaf, _, _), home in zip(self._leaves, self._at_home, strict=True)
+        ]
