@@ -33,7 +33,6 @@ class Slot:
         self.unit: Unit | None = None
         self.fetch: Fetch | None = None
         self.streams: set[Any] = set()  # where it was used since it was filled
-        self.last = -1  # the unit that it was filled with last
         self.turn = 0  # when it was used last
 
     @property
@@ -80,6 +79,7 @@ class Engine:
         largest = max((unit.nbytes for unit in units), default=0)
         sizes = slot_bytes if slot_bytes is not None else [largest] * (depth + 1)
         self.slots = [Slot(carrier.slot(size)) for size in sizes]
+        self._had: dict[int, Slot] = {}  # the slot that a unit was in last
         self._lock = threading.RLock()
         self._passes = 0
         self._backward = -1  # the backward pass that runs, as autograd numbers them
@@ -234,7 +234,7 @@ class Engine:
         if slot.memory.numel() < unit.nbytes:
             self.meter.bytes_added += unit.nbytes - slot.memory.numel()
             slot = self._renew(slot, unit.nbytes)
-        slot.unit, slot.last = unit, unit.index
+        slot.unit, self._had[unit.index] = unit, slot
         users = [stream for stream in slot.streams if stream is not None]
         slot.streams = set()
         slot.fetch = self.carrier.fetch(unit.home, slot.memory, unit.nbytes, users)
@@ -256,7 +256,7 @@ class Engine:
                 slot.fetch = None
         free = [slot for slot in unused if not slot.is_held]
         if free:
-            return min(free, key=lambda slot: _worth(slot, unit, wanted))
+            return min(free, key=lambda slot: self._worth(slot, unit, wanted))
         for slot in unused:
             if slot.fetch is not None and not slot.fetch.is_done:  # only being filled, it may be
                 self.carrier.abandon(slot.fetch)
@@ -291,7 +291,18 @@ class Engine:
             ]
             if not free:
                 return
-            self._fill(min(free, key=lambda slot: _worth(slot, unit, soon)), unit)
+            self._fill(min(free, key=lambda slot: self._worth(slot, unit, soon)), unit)
+
+    def _worth(self, slot: Slot, unit: Unit, wanted: Sequence[int]) -> tuple[int, bool, bool, int]:
+        """How much is lost by filling a slot: how soon its unit is needed; that it is another's.
+
+        A unit that gets the slot that it had before keeps its addresses from pass to pass.
+        """
+        soon = 0
+        if slot.unit is not None and slot.unit.index in wanted:
+            soon = len(wanted) - wanted.index(slot.unit.index)
+        another = self._had.get(unit.index) is not slot
+        return soon, another, slot.memory.numel() < unit.nbytes, slot.turn
 
     def _empty(self, slot: Slot) -> None:
         if slot.fetch is not None:
@@ -361,11 +372,3 @@ class Engine:
                 self._empty(slot)
             self.carrier.close()
             self.slots = []
-
-
-def _worth(slot: Slot, unit: Unit, wanted: Sequence[int]) -> tuple[int, bool, bool, int]:
-    """How much would be lost by filling a slot: what it holds, how soon that is needed."""
-    soon = 0
-    if slot.unit is not None and slot.unit.index in wanted:
-        soon = len(wanted) - wanted.index(slot.unit.index)
-    return soon, slot.last != unit.index, slot.memory.numel() < unit.nbytes, slot.turn

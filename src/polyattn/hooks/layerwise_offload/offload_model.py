@@ -43,14 +43,15 @@ def offload(
 
     `budget`: bytes (``"8GiB"``) that this process may hold on `device`, activations included; None:
     as few as possible. `device`: where it computes; None: CUDA if there is one, else ``"cpu"``,
-    where weights stay in files. `disk`: a folder for weights that lie in no file; `weights`: the
-    model's own safetensors file, files or folder, from which a model on the meta device gets its
-    values. `sample`: inputs of a typical call (a tuple, a dict, a tensor, or a function), by which
-    computation, copies and activations are measured; without it the plan knows no times and keeps
-    nothing free for activations. `depth`: units fetched ahead; None: the best. `plan`: one made
-    before, or its file. `units`: regular expressions of the modules that are moved, instead of the
-    model's blocks. `resident`: modules that are left where they are. `pinned`: lock the host's
-    copy for the device. `keep_files`: leave files of ours in `disk` for the next time.
+    where weights stay in files; or a ``Carrier``, such as the simulated device. `disk`: a folder
+    for weights that lie in no file; `weights`: the model's own safetensors file, files or folder,
+    from which a model on the meta device gets its values. `sample`: inputs of a typical call (a
+    tuple, a dict, a tensor, or a function), by which computation, copies and activations are
+    measured; without it the plan knows no times and keeps nothing free for activations. `depth`:
+    units fetched ahead; None: the best. `plan`: one made before, or its file. `units`: regular
+    expressions of the modules that are moved, instead of the model's blocks. `resident`: modules
+    that are left where they are. `pinned`: lock the host's copy for the device. `keep_files`: leave
+    files of ours in `disk` for the next time. `progress`: show a bar while weights are put away.
 
     Returns a handle, at once a context manager: `plan`, `report()`, `loaded(...)`, `detach()`. The
     model's parameters stay the objects that they are, with their values. Offloading twice is once.
@@ -72,7 +73,7 @@ def offload(
     if known is not None:
         return known
     refuse_others(model)
-    carrier = carrier_for(_device(device))
+    carrier = device if isinstance(device, Carrier) else carrier_for(_device(device))
     homes = None
     try:
         homes = _homes(carrier, disk, weights, pinned, keep_files)
@@ -116,7 +117,7 @@ def _device(device: Any) -> torch.device:
 
 
 def _homes(carrier: Carrier, disk: Any, weights: Any, pinned: bool, keep_files: bool) -> Homes:
-    if carrier.device.type == "cpu" and disk is None and weights is None:
+    if carrier.needs_files and disk is None and weights is None:
         raise OffloadError(
             "got device='cpu' without files, expected disk= (a folder for the weights) or weights= "
             "(the model's safetensors): what computes on the processor can only stream from a disk"

@@ -72,7 +72,7 @@ class OwnFiles:
             FilePart(file, offset, segment.nbytes)
             for offset, segment in zip(layout.offsets, layout.segments, strict=True)
         ]
-        return FileSource(layout, parts)
+        return FileSource(layout, parts, own=file)
 
     def close(self) -> None:
         """Take away what was made, unless it is to be kept."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.hooks.layerwise_offload.exact_memory import Block, Lock
-from polyattn.hooks.layerwise_offload.mapped import FilePart, Mapping, can_see_changes
+from polyattn.hooks.layerwise_offload.mapped import FilePart, MappedFile, Mapping, can_see_changes
 from polyattn.hooks.layerwise_offload.segments import Layout
 
 __all__ = ["FileSource", "HostSource", "Source"]
@@ -80,8 +80,11 @@ class FileSource:
 
     tier = "disk"
 
-    def __init__(self, layout: Layout, parts: Sequence[FilePart]) -> None:
-        """`parts`: where each segment of the layout lies, in the order of the layout."""
+    def __init__(
+        self, layout: Layout, parts: Sequence[FilePart], *, own: MappedFile | None = None
+    ) -> None:
+        """`parts`: where each segment of the layout lies. `own`: a file that is closed with it."""
+        self._own = own
         self._layout = layout
         self._parts = list(parts)
         self._mappings = [_mapping(part) for part in self._parts]
@@ -125,7 +128,9 @@ class FileSource:
         return list(zip(self._segments, self._layout.memory_of(slot), strict=True))
 
     def close(self) -> None:
-        """The files stay open as long as other units lie in them; mappings need none."""
+        """Close a file of its own; others hold other units too. Mappings need none."""
+        if self._own is not None:
+            self._own.close()
 
 
 def _mapping(part: FilePart) -> Mapping | None:

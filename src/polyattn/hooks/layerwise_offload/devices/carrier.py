@@ -36,6 +36,8 @@ class Carrier(ABC):
     device: torch.device
     locks_host = False
     """Whether host memory is locked for it."""
+    needs_files = False
+    """Whether units must live in files, for host memory is where they are brought to."""
 
     @abstractmethod
     def slot(self, nbytes: int) -> Tensor:

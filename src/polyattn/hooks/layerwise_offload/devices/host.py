@@ -94,6 +94,7 @@ class HostCarrier(Carrier):
     """For models that compute on the processor: slots are host memory, filled from files."""
 
     device = torch.device("cpu")
+    needs_files = True
 
     def __init__(self) -> None:
         self._reader = Reader()

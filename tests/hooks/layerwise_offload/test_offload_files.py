@@ -1,0 +1,224 @@
+"""Weights in files: shared folders, the model's own files, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import save_file
+from torch import nn
+
+from polyattn.errors import OffloadError
+from polyattn.hooks import offload
+from polyattn.hooks.layerwise_offload import own_files
+from polyattn.hooks.layerwise_offload.mapped import MappedFile
+from polyattn.hooks.layerwise_offload.safetensors_files import header_of
+from tests.hooks.layerwise_offload.small_models import Model, frozen, inputs
+
+X = inputs()
+
+
+def away(model: nn.Module, folder: Path, **given: Any) -> Any:
+    return offload(model, device="cpu", disk=folder, **given)
+
+
+def test_models_share_a_folder(tmp_path: Path) -> None:
+    models = [frozen(seed) for seed in (1, 2, 1)]
+    want = [model(X) for model in models]
+    handles = [away(model, tmp_path) for model in models]
+    assert len(list(tmp_path.glob("*.weights"))) == 12  # equal weights are one file
+    for _ in range(2):
+        for model, out in zip(models, want, strict=True):
+            assert torch.equal(model(X), out)
+    handles[0].detach()
+    for model, out in zip(models, want, strict=True):
+        assert torch.equal(model(X), out)
+    for handle in handles:
+        handle.detach()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_not_trusted_by_its_name(tmp_path: Path) -> None:
+    with away(frozen(), tmp_path, keep_files=True):
+        pass
+    files = sorted(tmp_path.glob("*.weights"))
+    files[0].write_bytes(bytes(files[0].stat().st_size))
+    files[1].write_bytes(b"short")
+    files[2].unlink()
+    model = frozen()
+    with away(model, tmp_path):
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_files_that_are_deleted_do_no_harm(tmp_path: Path) -> None:
+    model = frozen()
+    with away(model, tmp_path):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        assert torch.equal(model(X), frozen()(X))
+    assert torch.equal(model(X), frozen()(X))
+
+
+def test_files_that_are_written_to_are_an_error(tmp_path: Path) -> None:
+    model = frozen()
+    handle = away(model, tmp_path)
+    model(X)
+    with next(tmp_path.glob("*.weights")).open("r+b") as file:
+        file.write(b"abcd")
+    with pytest.raises(OffloadError, match="was written to"):
+        model(X)
+        model(X)
+    handle.detach()
+
+
+def test_a_full_disk_leaves_the_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = own_files._each_chunk, []
+
+    def full(layout: Any, segments: Any, take: Any) -> None:
+        calls.append(1)
+        if len(calls) == 6:  # while the third unit is written
+            raise OSError(28, "No space left on device")
+        real(layout, segments, take)
+
+    model = frozen()
+    addresses = {name: id(p) for name, p in model.named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr(own_files, "_each_chunk", full)
+        with pytest.raises(OffloadError, match="No space left on device"):
+            away(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert {name: id(p) for name, p in model.named_parameters()} == addresses
+    assert torch.equal(model(X), frozen()(X))
+    with away(model, tmp_path):
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_too_little_room_is_known_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr(own_files.shutil, "disk_usage", lambda folder: usage)
+    model = frozen()
+    with pytest.raises(OffloadError, match="1,000 bytes free"):
+        away(model, tmp_path)
+    assert torch.equal(model(X), frozen()(X))
+
+
+def test_drafts_of_dead_processes_are_taken_away(tmp_path: Path) -> None:
+    draft = tmp_path / f"{'0' * 64}.99999999-1.draft"
+    draft.write_bytes(b"half")
+    with away(frozen(), tmp_path):
+        assert not draft.exists()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    values = {name: value.clone() for name, value in frozen().state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def on_meta() -> Model:
+    with torch.device("meta"):
+        return Model().eval().requires_grad_(False)
+
+
+def test_a_model_that_was_never_in_memory(stored: Path) -> None:
+    for weights in (stored, stored.parent, [stored]):
+        model = on_meta()
+        objects = [id(p) for p in model.parameters()]
+        with offload(model, device="cpu", weights=weights) as handle:
+            assert {unit.tier for unit in handle.plan.units} == {"disk"}
+            for _ in range(2):
+                assert torch.equal(model(X), frozen()(X))
+            assert [id(p) for p in model.parameters()] == objects
+        assert torch.equal(model(X), frozen()(X))
+    assert sorted(file.name for file in stored.parent.iterdir()) == ["model.safetensors"]
+
+
+def test_several_files_with_an_index_and_a_prefix(tmp_path: Path) -> None:
+    values = {f"model.{name}": value.clone() for name, value in frozen().state_dict().items()}
+    names = sorted(values)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, its in files.items():
+        save_file({name: values[name] for name in its}, tmp_path / file)
+    index = {"weight_map": {name: file for file, its in files.items() for name in its}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = on_meta()
+    with offload(model, device="cpu", weights=tmp_path):
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_what_is_in_memory_wins_over_a_file_of_its_name(stored: Path, tmp_path: Path) -> None:
+    model, want = frozen(seed=7), frozen(seed=7)(X)
+    with offload(model, device="cpu", weights=stored, disk=tmp_path / "own"):
+        assert torch.equal(model(X), want)
+        assert len(list((tmp_path / "own").glob("*.weights"))) == 6
+    model = frozen()
+    with offload(model, device="cpu", weights=stored, disk=tmp_path / "own"):
+        assert list((tmp_path / "own").glob("*.weights")) == []  # the model's own are used
+        assert torch.equal(model(X), frozen()(X))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.pop("blocks.3.up.weight"), r"1 tensors without values.*blocks\.3\.up\.weight"),
+        (lambda v: v.update({"last.bias": v["last.bias"].double()}), "expected torch.float32"),
+        (lambda v: v.update({"last.bias": v["last.bias"][:3]}), r"\(3,\), expected"),
+    ],
+)
+def test_files_that_do_not_fit_the_model(tmp_path: Path, change: Any, message: str) -> None:
+    values = {name: value.clone() for name, value in frozen().state_dict().items()}
+    change(values)
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(OffloadError, match=message):
+        offload(on_meta(), device="cpu", weights=tmp_path)
+
+
+def _file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        _file(b"{}", length=1 << 40),
+        _file(b"no json"),
+        _file([1, 2]),
+        _file({"a": {"dtype": "F32", "shape": [2]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"12345678"),
+        _file({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, b"12345678"),
+        _file({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, b"12345678"),
+    ],
+)
+def test_files_that_are_no_safetensors(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(OffloadError, match="no safetensors file"):
+        header_of(MappedFile(path))
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match="expected a folder"):
+        away(frozen(), tmp_path / "file")
+    with pytest.raises(OffloadError, match="without safetensors files"):
+        offload(frozen(), device="cpu", weights=tmp_path)
+    with pytest.raises(OffloadError, match="cannot be opened"):
+        offload(frozen(), device="cpu", weights=tmp_path / "nothing.safetensors")
+    with pytest.raises(OffloadError, match="expected disk="):
+        offload(frozen(), device="cpu")

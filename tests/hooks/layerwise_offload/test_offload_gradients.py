@@ -1,0 +1,129 @@
+"""Adapters train beside weights that stream; weights that are trained themselves are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from polyattn.errors import OffloadError
+from polyattn.hooks import offload
+from tests.hooks.layerwise_offload.small_models import D, Model, frozen, inputs
+
+X = inputs()
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.base = base
+        self.a = nn.Linear(D, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def with_adapters(model: Model) -> Model:
+    for block in model.blocks:
+        block.up = Lora(block.up)
+    return model.train()
+
+
+def same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
+    for (name, p), (_, q) in pairs:
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_adapters_train(tmp_path: Path, recomputed: bool, depth: int) -> None:
+    ours, theirs = with_adapters(frozen()), with_adapters(frozen())
+    ours.recomputed = theirs.recomputed = recomputed
+    with offload(ours, device="cpu", disk=tmp_path, depth=depth) as handle:
+        optimizers = [
+            torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+            for m in (ours, theirs)
+        ]
+        for _ in range(3):
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+                optimizer.zero_grad()
+                model(X).square().mean().backward()
+            same_gradients(ours, theirs)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert handle.report().slots_added == 0
+    assert torch.equal(ours(X), theirs(X))
+
+
+def test_backward_fetches_in_reverse(tmp_path: Path) -> None:
+    model = with_adapters(frozen())
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        for _ in range(3):
+            model(X).sum().backward()
+        misses = sum(row.misses for row in handle.report().units)
+        assert misses <= 3  # one a backward pass at the most: where it turns round
+
+
+def test_adapters_added_and_merged_while_offloaded(tmp_path: Path) -> None:
+    ours, theirs = frozen(), frozen()
+    with offload(ours, device="cpu", disk=tmp_path):
+        ours(X)
+        for model in (ours, theirs):
+            with_adapters(model)
+        assert torch.equal(ours(X), theirs(X))
+        for model in (ours, theirs):
+            model(X).square().sum().backward()
+        same_gradients(ours, theirs)
+        for model in (ours, theirs):
+            for block in model.blocks:
+                lora = block.up
+                lora.base.weight.data += lora.b.weight @ lora.a.weight
+                block.up = lora.base
+        assert torch.equal(ours(X), theirs(X))
+    assert torch.equal(ours(X), theirs(X))
+
+
+def test_gradients_of_inputs(tmp_path: Path) -> None:
+    ours, theirs = frozen(), frozen()
+    found = []
+    with offload(ours, device="cpu", disk=tmp_path) as handle:
+        for model in (ours, theirs):
+            x = X.clone().requires_grad_()
+            model(x).sum().backward()
+            found.append(x.grad)
+        assert handle.report().slots_added == handle.report().slots_given_up == 0
+    assert torch.equal(*found)
+
+
+def test_what_was_changed_between_forward_and_backward_is_an_error(tmp_path: Path) -> None:
+    model = frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        x = X.clone().requires_grad_()
+        out = model(x)
+        with handle.loaded("blocks.2"):
+            model.blocks[2].up.weight.data.mul_(2)
+        with pytest.raises(OffloadError, match=r"blocks\.2.*changed after the forward"):
+            out.sum().backward()
+
+
+def test_training_the_weights_themselves_is_refused(tmp_path: Path) -> None:
+    model = frozen().requires_grad_(True).train()
+    with pytest.raises(OffloadError, match="training mode"):
+        offload(model, device="cpu", disk=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    model.eval()
+    with offload(model, device="cpu", disk=tmp_path):
+        out = model(X)  # without no_grad, as many call a model that they only use
+        with pytest.raises(OffloadError, match="gradient of blocks"):
+            out.sum().backward()
+        assert torch.equal(model(X), out)
+    model(X).sum().backward()
+    assert model.blocks[0].up.weight.grad is not None

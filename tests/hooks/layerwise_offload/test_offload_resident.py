@@ -1,0 +1,337 @@
+"""An offloaded model gives the same bits, whatever is done with it, and looks resident."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from polyattn.errors import OffloadError
+from polyattn.hooks import LayerwiseOffloadHook, ModuleHookManager, offload
+from polyattn.hooks.layerwise_offload import (
+    LayerwiseOffloadManager,
+    LayerwiseOffloadState,
+    enable_layerwise_offload,
+)
+from tests.hooks.layerwise_offload.small_models import Block, Model, frozen, inputs
+
+X = inputs()
+
+
+@pytest.fixture
+def model() -> Model:
+    return frozen()
+
+
+@pytest.fixture
+def reference() -> Model:
+    return frozen()
+
+
+def away(model: nn.Module, folder: Path, **given: object):
+    return offload(model, device="cpu", disk=folder, **given)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [[0, 1, 2, 3, 4, 5], [0, 2, 4], [5, 4, 3, 2, 1, 0], [1, 1, 1, 2, 2], [0], [], [3, 1, 4, 1, 5]],
+)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_any_order(
+    model: Model, reference: Model, tmp_path: Path, order: list[int], depth: int
+) -> None:
+    with away(model, tmp_path, depth=depth) as handle:
+        for use in (range(6), order, order, range(6)):
+            model.order = reference.order = list(use)
+            assert torch.equal(model(X), reference(X))
+        assert handle.report().slots_added == 0
+
+
+def test_a_block_that_fails_is_called_again(model: Model, reference: Model, tmp_path: Path) -> None:
+    with away(model, tmp_path) as handle:
+        for block in model.blocks:
+            block.fails = True
+            with pytest.raises(ValueError, match="a block fails"):
+                model(X)
+            block.fails = False
+            assert torch.equal(model(X), reference(X))
+        assert handle.report().slots_added == handle.report().slots_given_up == 0
+
+
+def test_it_looks_resident(model: Model, tmp_path: Path) -> None:
+    objects = [id(p) for p in model.parameters()]
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with away(model, tmp_path):
+        model(X)
+        assert [id(p) for p in model.parameters()] == objects
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, values[name])
+            assert value.stride() == values[name].stride()
+    assert [id(p) for p in model.parameters()] == objects
+    assert all(torch.equal(model.state_dict()[name], values[name]) for name in values)
+
+
+def test_detaching_leaves_nothing(model: Model, tmp_path: Path) -> None:
+    before = {id(part): set(vars(part)) for part in model.modules()}
+    handle = away(model, tmp_path)
+    hook = ModuleHookManager.of(model.blocks[0]).get("layerwise_offload")
+    assert isinstance(hook, LayerwiseOffloadHook)
+    model(X)
+    handle.detach()
+    handle.detach()
+    assert {id(part): set(vars(part)) for part in model.modules()} == before
+    assert list(tmp_path.iterdir()) == []
+    assert not handle.attached
+
+
+def test_copies_and_files_have_the_values(model: Model, reference: Model, tmp_path: Path) -> None:
+    want = reference(X)
+    with away(model, tmp_path):
+        model(X)
+        assert torch.equal(copy.deepcopy(model)(X), want)
+        for what in (model, model.state_dict()):
+            file = io.BytesIO()
+            torch.save(what, file)
+            size = sum(p.numel() * 4 for p in model.parameters())
+            assert file.tell() < 1.2 * size + 20_000
+            file.seek(0)
+            found = torch.load(file, weights_only=False)
+            if isinstance(found, dict):
+                fresh = frozen(seed=2)
+                fresh.load_state_dict(found)
+                found = fresh
+            assert torch.equal(found(X), want)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_a_state_dict(model: Model, tmp_path: Path, assign: bool) -> None:
+    other = frozen(seed=3)
+    handle = away(model, tmp_path)
+    model(X)
+    model.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(model(X), other(X))
+    handle.detach()
+    assert torch.equal(model(X), other(X))
+
+
+def test_changes_at_home_are_seen(model: Model, reference: Model, tmp_path: Path) -> None:
+    """However they are made: torch counts some of them only."""
+    changes = (
+        lambda p: p.data.add_(0.5),
+        lambda p: p.mul_(2.0),
+        lambda p: p.numpy().__setitem__(0, 1.0),
+        lambda p: setattr(p, "data", p.data.flip(0).clone()),
+    )
+    with away(model, tmp_path), torch.no_grad():
+        for change in changes:
+            for block in (0, 3, 5):
+                change(model.blocks[block].up.weight)
+                change(reference.blocks[block].up.weight)
+            assert torch.equal(model(X), reference(X))
+            assert torch.equal(model(X), reference(X))
+
+
+def test_changes_in_a_scope_go_home(model: Model, reference: Model, tmp_path: Path) -> None:
+    with away(model, tmp_path) as handle:
+        with handle.loaded("blocks.1"):
+            model.blocks[1].up.bias.data.mul_(2)
+        with handle.mutate_params_scope():
+            model.blocks[4].up.bias.data.mul_(3)
+        reference.blocks[1].up.bias.data.mul_(2)
+        reference.blocks[4].up.bias.data.mul_(3)
+        assert torch.equal(model(X), reference(X))
+        unknown = pytest.raises(OffloadError, match="expected one of those")
+        with unknown, handle.loaded("blocks.9"):
+            pass
+    assert torch.equal(model(X), reference(X))
+
+
+def test_casting(model: Model, reference: Model, tmp_path: Path) -> None:
+    with away(model, tmp_path):
+        model.double()
+        assert torch.equal(model(X.double()), reference.double()(X.double()))
+        model.to("cpu", torch.float32)
+        assert torch.equal(model(X), reference.float()(X))
+
+
+def test_blocks_that_are_used_by_themselves(model: Model, reference: Model, tmp_path: Path) -> None:
+    x = inputs(4)
+    with away(model, tmp_path) as handle:
+        for ours, theirs in zip(model.blocks, reference.blocks, strict=True):
+            assert torch.equal(ours(x), theirs(x))
+            assert torch.equal(ours.up.weight @ x[0, 0], theirs.up.weight @ x[0, 0])
+        assert handle.report().outside == 6
+
+
+def test_views_of_weights_that_somebody_keeps(
+    model: Model, reference: Model, tmp_path: Path
+) -> None:
+    kept = []
+    with away(model, tmp_path):
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, _, out: kept.append(module.up.weight[:2]))
+        for _ in range(2):
+            assert torch.equal(model(X), reference(X))
+    for index, view in enumerate(kept):
+        assert torch.equal(view, reference.blocks[index % 6].up.weight[:2])
+
+
+def test_threads(model: Model, reference: Model, tmp_path: Path) -> None:
+    want, wrong = reference(X), []
+
+    def run() -> None:
+        for _ in range(10):
+            if not torch.equal(model(X), want):
+                wrong.append(1)
+
+    with away(model, tmp_path):
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_a_forked_child(model: Model, reference: Model, tmp_path: Path) -> None:
+    if torch.get_num_threads() > 1:
+        pytest.skip("OpenMP's threads do not survive a fork")
+    want = reference(X)
+    with away(model, tmp_path):
+        model(X)
+        child = os.fork()
+        if child == 0:
+            right = False
+            try:
+                right = torch.equal(model(X), want)
+            finally:
+                os._exit(0 if right else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(model(X), want)
+
+
+def test_inference_mode(model: Model, reference: Model, tmp_path: Path) -> None:
+    with away(model, tmp_path):
+        for scope in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with scope():
+                assert torch.equal(model(X), reference(X))
+        x = X.clone().requires_grad_()
+        model(x).sum().backward()
+
+
+@pytest.mark.slow
+def test_compiled(model: Model, reference: Model, tmp_path: Path) -> None:
+    with away(model, tmp_path):
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(X), reference(X))
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager", fullgraph=True)
+    with away(model, tmp_path) as handle:
+        assert len(handle.units) == 6
+        for _ in range(2):
+            assert torch.equal(model(X), reference(X))
+    assert torch.equal(model(X), reference(X))
+
+
+def test_blocks_compiled_in_place(model: Model, reference: Model, tmp_path: Path) -> None:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with away(model, tmp_path):
+        for _ in range(2):
+            assert torch.equal(model(X), reference(X))
+
+
+def test_tied_weights_are_one(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in "abcd"})
+    model["b"].weight = model["a"].weight
+    model.eval().requires_grad_(False)
+    want = [part(X) for part in model.values()]
+    with away(model, tmp_path) as handle:
+        assert handle.units == ("a", "c", "d")
+        stored = sum(f.stat().st_size for f in tmp_path.glob("*.weights"))
+        assert stored < 3 * 64 * 64 * 4 + 4 * 1024
+        assert all(torch.equal(part(X), w) for part, w in zip(model.values(), want, strict=True))
+        assert model["b"].weight is model["a"].weight
+
+
+def test_two_lists_and_nested_ones(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(*(Block() for _ in range(3)))
+            self.inner = nn.Module()
+            self.inner.decoder = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.encoder(x)
+            for block in self.inner.decoder:
+                x = block(x)
+            return x
+
+    model = Two().eval().requires_grad_(False)
+    want = model(X)
+    with away(model, tmp_path) as handle:
+        assert handle.units == (
+            "encoder.0", "encoder.1", "encoder.2", "inner.decoder.0", "inner.decoder.1",
+        )  # fmt: skip
+        assert torch.equal(model(X), want)
+
+
+def test_experts_are_brought_when_they_are_called(tmp_path: Path) -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(64, 64)
+            self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+            self.chosen = [1]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.gate(x)
+            return sum(self.experts[index](x) for index in self.chosen)
+
+    model = nn.Sequential(Mixture(), Mixture()).eval().requires_grad_(False)
+    with away(model, tmp_path) as handle:
+        assert "0.experts.3" in handle.units
+        for chosen in ([1], [3, 0], [2], [1]):
+            model[0].chosen = chosen
+            model(X)
+        rows = {row.name: row.uses for row in handle.report().units}
+        assert rows["0.experts.1"] == 2
+        assert rows["0.experts.2"] == 1
+    fresh = copy.deepcopy(model)
+    assert torch.equal(fresh(X), model(X))
+
+
+def test_enabling_twice_is_one(model: Model, tmp_path: Path) -> None:
+    handle = away(model, tmp_path)
+    assert away(model, tmp_path) is handle
+    assert enable_layerwise_offload(model) is handle
+    with pytest.raises(OffloadError, match="another offload of polyattn"):
+        away(model.blocks, tmp_path)
+    handle.detach()
+    assert isinstance(handle, LayerwiseOffloadManager)
+    assert LayerwiseOffloadState.__name__ == "Engine"
+
+
+def test_a_model_that_is_dropped_goes(tmp_path: Path) -> None:
+    model = frozen()
+    handle = away(model, tmp_path)
+    model(X)
+    gone = weakref.ref(model)
+    del model, handle
+    gc.collect()
+    assert gone() is None
+    assert list(tmp_path.iterdir()) == []
