@@ -12,6 +12,8 @@ To pytest, which loads our plugin: PYTEST_DONT_REWRITE, no test is in here.
 
 from __future__ import annotations
 
+import importlib as _importlib
+
 from polyattn.errors import (
     InvalidProblem,
     MissingDependency,
@@ -75,3 +77,10 @@ __all__ = [
     "set_backend",
     "use_backend",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Find ``polyattn.offload``, which is ``polyattn.hooks.offload`` and needs torch."""
+    if name == "offload":
+        return _importlib.import_module("polyattn.hooks").offload
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

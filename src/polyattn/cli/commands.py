@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "polyattn.cli.trace",
         "what a program's models compute: recorded, shown, compared; the first wrong layer",
     ),
+    "offload": (
+        "polyattn.cli.offload",
+        "models that do not fit: what would stream, and how long a pass would take",
+    ),
     "fuzz": ("polyattn.conformance.fuzz", "random problems against the float64 reference"),
 }
 """Each command: the module whose ``main(argv)`` it is, imported when it is used, and its line."""

@@ -135,10 +135,17 @@ def test_a_plan_is_measured_stored_and_followed(tmp_path: Path) -> None:
         assert handle.report().predicted_s == plan.pass_s
         json.loads(handle.report().to_json())
     plan.save(tmp_path / "plan.json")
-    for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
-        with offload(model, device="cpu", disk=tmp_path / "w", plan=given) as handle:
+    for stored in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        with offload(model, device="cpu", disk=tmp_path / "w", plan=stored) as handle:
             assert handle.plan == plan
             assert torch.equal(model(X), want)
+
+
+def test_a_plan_of_another_model_is_an_error(tmp_path: Path) -> None:
+    plan = make_plan(facts(), device="cpu", budget=600, tier="disk")
+    with pytest.raises(OffloadError, match=r"for 8 units.*the 6 of this model"):
+        offload(frozen(), device="cpu", disk=tmp_path, plan=plan)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_stays_stays(tmp_path: Path) -> None:
@@ -170,7 +177,7 @@ def test_finer_units_where_blocks_are_too_large(tmp_path: Path) -> None:
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     model = frozen()
-    for given, message in (
+    for wrong, message in (
         ({"depth": 0}, "depth=0"),
         ({"budget": "much"}, "budget='much'"),
         ({"budget": 1000}, "expected at least"),
@@ -178,7 +185,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"plan": tmp_path / "none.json"}, "cannot be read"),
     ):
         with pytest.raises(OffloadError, match=message):
-            offload(model, **{"device": "cpu", "disk": tmp_path / "w", **given})
+            offload(model, **{"device": "cpu", "disk": tmp_path / "w", **wrong})
     with pytest.raises(OffloadError, match=r"expected a torch\.nn\.Module"):
         offload(3)  # type: ignore[arg-type]
     with pytest.raises(OffloadError, match="without modules that hold weights"):

@@ -8,7 +8,7 @@ of its use into one of a few slots that never move, and let go afterwards.
 
 from __future__ import annotations
 
-from polyattn.hooks.layerwise_offload.engine import Engine
+from polyattn.hooks.layerwise_offload.engine import Engine as LayerwiseOffloadState
 from polyattn.hooks.layerwise_offload.handle import LayerwiseOffload
 from polyattn.hooks.layerwise_offload.hook import LayerwiseOffloadHook
 from polyattn.hooks.layerwise_offload.offload_model import enable_layerwise_offload, offload
@@ -17,8 +17,7 @@ from polyattn.hooks.layerwise_offload.offload_report import OffloadReport
 from polyattn.hooks.layerwise_offload.planning import make_plan
 
 LayerwiseOffloadManager = LayerwiseOffload
-LayerwiseOffloadState = Engine
-"""FastVideo's names of the same things."""
+"""FastVideo's name of the handle, as `LayerwiseOffloadState` is of what holds the slots."""
 
 __all__ = [
     "Facts",

@@ -134,6 +134,7 @@ class _Asked:
 
     def plan_for(self, facts: Facts, device: str, tier: str) -> OffloadPlan:
         if self.plan is not None:
+            _check_names(self.plan, [name for name, _ in facts.units])
             return self.plan
         budget = self.budget
         if budget is None:  # as few as possible
@@ -141,6 +142,17 @@ class _Asked:
             fixed = facts.outside_bytes + facts.other_bytes + facts.activation_bytes
             budget = fixed + ((self.depth or 1) + 1) * largest
         return make_plan(facts, device=device, budget=budget, tier=tier, depth=self.depth)
+
+
+def _check_names(plan: OffloadPlan, names: Sequence[str]) -> None:
+    planned = [unit.name for unit in plan.units]
+    if set(planned) != set(names):
+        other = sorted(set(planned) ^ set(names))
+        raise OffloadError(
+            f"got a plan for {len(planned)} units ({', '.join(planned[:2])}, ...), expected one "
+            f"for the {len(names)} of this model ({', '.join(names[:2])}, ...); {other[0]!r} is in "
+            "one of the two: plan for this model, or name the plan's units in units="
+        )
 
 
 def _asked(plan: Any, budget: Any, depth: Any) -> _Asked:
@@ -211,7 +223,7 @@ def _surveyed(
         try:
             return survey, asked.plan_for(_facts(survey, other), str(device), tier)
         except OffloadError as error:
-            failure = error
+            failure = error if asked.plan is None else failure or error
     raise failure or OffloadError(
         f"got a {type(model).__name__} without modules that hold weights, expected some to move"
     )

@@ -201,18 +201,21 @@ def _verdict(plan: OffloadPlan) -> str:
 
 
 def _units(plan: OffloadPlan) -> list[str]:
-    width = max(len(unit.name) for unit in plan.units)
+    """Return a line for each unit; neighbours that differ in their names alone share one."""
+    groups: list[list[PlannedUnit]] = []
+    for unit in plan.units:
+        if groups and _row(groups[-1][0], "") == _row(unit, ""):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    names = [
+        group[0].name if len(group) == 1 else f"{group[0].name} .. {group[-1].name}"
+        for group in groups
+    ]
+    width = max(map(len, names))
     lines = [f"  {'unit':<{width}}  {'size':>10}  {'where':<8}  {'compute':>9}  {'copy':>9}"]
-    rows = [(_row(unit, ""), unit.name) for unit in plan.units]
-    first = 0
-    while first < len(rows):
-        last = first
-        while last + 1 < len(rows) and rows[last + 1][0] == rows[first][0]:
-            last += 1
-        names = rows[first][1] if last == first else f"{rows[first][1]} .. {rows[last][1]}"
-        lines.append(_row(plan.units[first], f"{names:<{width}}"))
-        first = last + 1
-    return lines
+    pairs = zip(groups, names, strict=True)
+    return lines + [_row(group[0], f"{name:<{width}}") for group, name in pairs]
 
 
 def _row(unit: PlannedUnit, name: str) -> str:

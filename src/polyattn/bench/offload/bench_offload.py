@@ -1,0 +1,204 @@
+"""The command ``polyattn bench offload``: its options, its record, and its table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyattn.errors import MissingDependency, PolyattnError
+
+__all__ = ["add", "run"]
+
+PARTS = ("schedules", "models", "disk")
+_SCHEDULES, _QUICK_SCHEDULES = 10_000, 500
+_BLOCKS, _QUICK_BLOCKS = 24, 8
+_GOALS = {"over_bound": 1.10, "over_predicted": 1.10, "over_planned_peak": 1.05}
+_INTERRUPTED = 130
+Say = Callable[[str], None]
+
+
+def add(kinds: Any) -> None:
+    """Add the command to those of ``polyattn bench``."""
+    made = kinds.add_parser(
+        "offload",
+        help="whether offload gives the same bits, and the time and memory that its plan says",
+        description="Random schedules on a simulated device; every small model of transformers, "
+        "offloaded, in nine situations; a model larger than its limit from a disk.",
+    )
+    made.add_argument("--quick", action="store_true", help="a part of each, in two minutes")
+    made.add_argument("--only", metavar="PART", choices=PARTS, help=f"one of {', '.join(PARTS)}")
+    made.add_argument("--folder", metavar="DIR", help="on the disk that is read (the temporary)")
+    made.add_argument("--json", action="store_true", help="print the record, not the table")
+    made.add_argument(
+        "--record",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="write the record; without FILE to benchmarks/results/<machine>/offload.json",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and return 0 if all goals are met, 1 if not, 130 if interrupted."""
+    if options.record == "" and (options.quick or options.only):
+        raise PolyattnError(
+            "got --record without FILE beside --quick or --only, expected a whole run for the "
+            "record of the machine; name a FILE."
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("got `bench offload` without PyTorch, expected torch")
+    from polyattn.bench import machine, records
+    from polyattn.bench.report import say
+
+    rows: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        for part in PARTS if options.only is None else (options.only,):
+            rows += _RUNS[part](options, lambda line: say(line, error=True))
+    except KeyboardInterrupt:
+        interrupted = True
+    record = {
+        "schema": records.SCHEMA, "kind": "offload", "command": machine.command_line("offload"),
+        "machine": machine.describe(), "versions": machine.versions(), "flags": machine.flags(),
+        "goals_met": all(row["met"] for row in rows), "interrupted": interrupted, "rows": rows,
+    }  # fmt: skip
+    if options.json:
+        say(records.dump(record), plain=True)
+    else:
+        _print(record)
+    if options.record is not None and not interrupted:
+        path = Path(options.record or records.default_path(record, "offload"))
+        records.write(record, path)
+        say(f"record: {path}", error=options.json)
+    return _INTERRUPTED if interrupted else 0 if record["goals_met"] else 1
+
+
+def _schedules(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    from polyattn.bench.offload.schedules import wrong_in
+
+    count = _QUICK_SCHEDULES if options.quick else _SCHEDULES
+    wrong = []
+    for seed in range(count):
+        if seed % 1000 == 0:
+            say(f"schedules {seed:,}/{count:,}")
+        found = wrong_in(seed)
+        if found is not None:
+            wrong.append(found)
+    text = f"{count:,} random orders of copies and computations, {len(wrong)} with a wrong byte"
+    return [{"name": "schedules", "text": text, "wrong": wrong[:5], "met": not wrong}]
+
+
+def _models(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingDependency("got no transformers, expected pip install 'polyattn[bench]'")
+    from polyattn.bench.offload.architectures import built, names
+    from polyattn.bench.offload.situations import SITUATIONS, tried
+
+    results: dict[str, dict[str, str]] = {}
+    refused: dict[str, str] = {}
+    chosen = names()[:: 20 if options.quick else 1]
+    for place, name in enumerate(chosen):
+        if place % 20 == 0:
+            say(f"models {place}/{len(chosen)}: {name}")
+        try:
+            model = built(name)
+        except Exception as error:  # a model that cannot be built says nothing of offload
+            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+            continue
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            try:
+                results[name] = tried(model.model, model.inputs, Path(folder))
+            except Exception as error:  # one that cannot be offloaded is a result
+                results[name] = {"attach": f"{type(error).__name__}: {error}"}
+    whole = {n: found for n, found in results.items() if found != {"plain": "nothing to stream"}}
+    wrong = {
+        f"{name}, {situation}": verdict
+        for name, found in whole.items()
+        for situation, verdict in found.items()
+        if verdict != "same"
+    }
+    text = (
+        f"{len(whole)} architectures of transformers in {len(SITUATIONS)} situations, "
+        f"{sum(map(len, whole.values())) - len(wrong):,} times the same bits, {len(wrong)} not "
+        f"({len(refused)} could not be built small, {len(results) - len(whole)} have one block)"
+    )
+    return [
+        {"name": "models", "text": text, "wrong": wrong, "not_built": refused, "met": not wrong}
+    ]
+
+
+def _disk(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    from polyattn.bench.offload.disk_run import write_weights
+
+    blocks = _QUICK_BLOCKS if options.quick else _BLOCKS
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        path = Path(folder) / "model.safetensors"
+        say(f"disk: writing {blocks} blocks")
+        nbytes = write_weights(path, blocks)
+        for tokens in (1, 64, 512):
+            budget = str(int(nbytes * 0.5) + (300 << 20))
+            say(f"disk: {tokens} tokens, {nbytes >> 20} MiB under {int(budget) >> 20} MiB")
+            rows.append(_disk_row(path, blocks, budget, tokens, 3 if options.quick else 7))
+    return rows
+
+
+def _disk_row(path: Path, blocks: int, budget: str, tokens: int, passes: int) -> dict[str, Any]:
+    command = [
+        sys.executable, "-m", "polyattn.bench.offload.disk_run", str(path), str(blocks), budget,
+        str(tokens), str(passes),
+    ]  # fmt: skip
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    name = f"disk, {tokens} tokens"
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return {"name": name, "text": f"failed: {last}", "met": False}
+    found = json.loads(done.stdout)
+    text = (
+        f"{found['streamed']} of {blocks} blocks stream, a pass {found['pass_s']:.3f} s: "
+        f"{found['over_bound']:.2f} x max(compute, read), {found['over_predicted']:.2f} x as "
+        f"predicted; peak {found['peak_bytes'] >> 20} MiB of {int(budget) >> 20}, "
+        f"{found['over_planned_peak']:.3f} x as planned"
+    )
+    met = (
+        found["over_bound"] <= _GOALS["over_bound"]
+        and abs(found["over_predicted"] - 1) <= _GOALS["over_predicted"] - 1
+        and abs(found["over_planned_peak"] - 1) <= _GOALS["over_planned_peak"] - 1
+        and found["peak_bytes"] <= int(budget)
+    )
+    took = time.perf_counter() - began
+    return {"name": name, "text": text, "met": met, "took_s": took, "goals": _GOALS, **found}
+
+
+_RUNS: dict[str, Callable[[argparse.Namespace, Say], list[dict[str, Any]]]] = {
+    "schedules": _schedules,
+    "models": _models,
+    "disk": _disk,
+}
+
+
+def _print(record: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    from polyattn.bench.report import conditions, console, say
+
+    table = Table(title="offload: the same bits, and the time and memory of its plan")
+    for name in ("part", "found", "met"):
+        table.add_column(name, overflow="fold")
+    for row in record["rows"]:
+        table.add_row(row["name"], row["text"], "yes" if row["met"] else "no")
+    console().print(table)
+    for row in record["rows"]:
+        wrong = row.get("wrong") or ()
+        for each in list(wrong)[:20]:
+            say(f"  {each}: {wrong[each]}" if isinstance(wrong, dict) else f"  {each}")
+    say(conditions(record))

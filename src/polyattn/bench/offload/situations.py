@@ -1,0 +1,147 @@
+"""What people do with an offloaded model: after each of it, the same bits as of one that is not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyattn.hooks.layerwise_offload import LayerwiseOffload, offload
+
+__all__ = ["SITUATIONS", "Pair", "tried"]
+
+
+class Pair:
+    """A model that is offloaded and its twin that is not."""
+
+    def __init__(
+        self, ours: nn.Module, theirs: nn.Module, handle: LayerwiseOffload, inputs: Any
+    ) -> None:
+        self.ours, self.theirs, self.handle, self.inputs = ours, theirs, handle, inputs
+
+    def same(self) -> bool:
+        """Whether both give the same bits."""
+        with torch.no_grad():
+            mine, others = (self._outputs(model) for model in (self.ours, self.theirs))
+        return len(mine) == len(others) and all(map(_equal, mine, others))
+
+    def _outputs(self, model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(0)  # some draw noise, or what they mask
+        return list(_tensors(model(**self.inputs)))
+
+
+def _plain(pair: Pair) -> bool:
+    return pair.same() and pair.same()
+
+
+def _failed_and_called_again(pair: Pair) -> bool:
+    name = pair.handle.units[len(pair.handle.units) // 2]
+    hook = pair.ours.get_submodule(name).register_forward_pre_hook(_fail)
+    with contextlib.suppress(ArithmeticError), torch.no_grad():
+        pair.ours(**pair.inputs)
+    hook.remove()
+    return pair.same()
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+def _merged(pair: Pair) -> bool:
+    """As adapters are merged: by ``.data``, which torch does not count."""
+    for model in (pair.ours, pair.theirs):
+        for parameter in model.parameters():
+            if parameter.dim() == 2 and parameter.is_floating_point():
+                parameter.data += 0.01 * parameter.data.flip(0)
+    return pair.same()
+
+
+def _saved_and_loaded(pair: Pair) -> bool:
+    file = io.BytesIO()
+    torch.save(pair.ours.state_dict(), file)
+    file.seek(0)
+    pair.theirs.load_state_dict(torch.load(file))
+    return pair.same()
+
+
+def _loaded_into(pair: Pair) -> bool:
+    with torch.no_grad():
+        state = {k: v * 0.5 for k, v in pair.theirs.state_dict().items() if v.is_floating_point()}
+    for model in (pair.ours, pair.theirs):
+        model.load_state_dict(state, strict=False)
+    return pair.same()
+
+
+def _copied(pair: Pair) -> bool:
+    twin = Pair(copy.deepcopy(pair.ours), pair.theirs, pair.handle, pair.inputs)
+    return twin.same()
+
+
+def _used_by_themselves(pair: Pair) -> bool:
+    """Weights of units are read, and used, outside any call."""
+    pairs = zip(pair.ours.parameters(), pair.theirs.parameters(), strict=True)
+    return all(_equal(a.data, b.data) for a, b in pairs)
+
+
+def _inference(pair: Pair) -> bool:
+    with torch.inference_mode():
+        same = pair.same()
+    return same and pair.same()
+
+
+def _detached(pair: Pair) -> bool:
+    pair.handle.detach()
+    return pair.same() and _used_by_themselves(pair)
+
+
+SITUATIONS: dict[str, Callable[[Pair], bool]] = {
+    "plain": _plain, "inference_mode": _inference,
+    "exception, then again": _failed_and_called_again,
+    "weights read": _used_by_themselves, "deepcopy": _copied, "merged by .data": _merged,
+    "save": _saved_and_loaded, "load": _loaded_into, "detach": _detached,
+}  # fmt: skip
+"""Each, by name, in the order in which one model goes through all."""
+
+
+def tried(model: nn.Module, inputs: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Return for each situation ``same``, ``differs``, or the error."""
+    theirs = copy.deepcopy(model)
+    found: dict[str, str] = {}
+    handle = offload(model, device="cpu", disk=folder)
+    if not handle.units:
+        handle.detach()
+        return {"plain": "nothing to stream"}
+    pair = Pair(model, theirs, handle, inputs)
+    try:
+        for name, situation in SITUATIONS.items():
+            try:
+                found[name] = "same" if situation(pair) else "differs"
+            except Exception as error:  # one that fails is a result
+                found[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+    finally:
+        handle.detach()
+    return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        torch.nan_to_num(a.detach()) if a.is_floating_point() else a.detach(),
+        torch.nan_to_num(b.detach()) if b.is_floating_point() else b.detach(),
+    )

@@ -1,0 +1,91 @@
+"""``polyattn offload plan``: what of a model would stream, and how long a pass would take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from polyattn.cli.arguments import parser
+from polyattn.cli.printing import emit_json
+from polyattn.errors import MissingDependency, OffloadError, near_matches
+
+__all__ = ["main"]
+
+SUMMARY = """The plan of layerwise offload for a model in safetensors files, not loaded: what
+stays, what streams, the peak, and the time of a pass beside what cannot be beaten."""
+
+_ACTIONS = ("plan",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and store a plan; returns 0, or 2 if there is none."""
+    arguments = list(argv or ())
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: polyattn offload plan WEIGHTS --budget BYTES ...   (--help says more)")
+        return 0 if arguments else 2
+    if arguments[0] not in _ACTIONS:
+        raise OffloadError(
+            f"got {arguments[0]!r}, expected one of {', '.join(_ACTIONS)}."
+            f"{near_matches(arguments[0], _ACTIONS)}"
+        )
+    return _plan(arguments[1:])
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    made = parser("offload plan", SUMMARY)
+    made.add_argument("weights", metavar="WEIGHTS", help="a safetensors file, or a model's folder")
+    made.add_argument("--budget", required=True, help="memory of the device, as 8GiB")
+    made.add_argument("--device", default="cuda", help="where it computes: cuda or cpu (cuda)")
+    made.add_argument("--tier", choices=("host", "disk"), help="where weights stream from")
+    made.add_argument("--depth", type=int, help="units fetched ahead (the best of 1, 2, 3)")
+    made.add_argument("--rate", help="of copies, as 25GB/s; from a disk it is measured")
+    made.add_argument("--tokens", type=int, help="of a pass; with --tflops the time is predicted")
+    made.add_argument("--tflops", type=float, help="that the device reaches in matrix products")
+    made.add_argument("--activations", default="0", help="memory of a pass beside the weights")
+    made.add_argument("--other", default="0", help="what the process holds on the device already")
+    made.add_argument("--out", metavar="FILE", help="store the plan, for offload(plan=FILE)")
+    return made.parse_args(argv)
+
+
+def _plan(argv: Sequence[str]) -> int:
+    options = _arguments(argv)
+    try:
+        from polyattn.hooks.layerwise_offload import make_plan
+        from polyattn.hooks.layerwise_offload.checkpoint_facts import (
+            facts_of_checkpoint,
+            measured_rate,
+        )
+        from polyattn.hooks.layerwise_offload.safetensors_files import SafetensorsFiles
+        from polyattn.hooks.layerwise_offload.sizes import read_bytes
+    except ImportError as error:
+        raise MissingDependency("got `offload plan` without PyTorch, expected torch") from error
+    tier = options.tier or ("disk" if options.device == "cpu" else "host")
+    files = SafetensorsFiles(Path(options.weights))
+    try:
+        flops = options.tflops * 1e12 if options.tflops else None
+        facts = facts_of_checkpoint(files, tokens=options.tokens, flops=flops)
+        rate = float(read_bytes(options.rate, "--rate")) if options.rate else None
+        if rate is None and tier == "disk":
+            rate = measured_rate(files)
+    finally:
+        files.close()
+    facts = replace(
+        facts,
+        rates={tier: rate} if rate else {},
+        activation_bytes=read_bytes(options.activations, "--activations"),
+        other_bytes=read_bytes(options.other, "--other"),
+    )
+    budget = read_bytes(options.budget, "--budget")
+    plan = make_plan(facts, device=options.device, budget=budget, tier=tier, depth=options.depth)
+    if options.out:
+        plan.save(options.out)
+    if options.json:
+        emit_json(json.loads(plan.to_json()), options.json)
+    else:
+        print(plan)
+        if options.out:
+            print(f"plan: {options.out}")
+    return 0

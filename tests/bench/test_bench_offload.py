@@ -1,0 +1,60 @@
+"""``polyattn bench offload``: its parts run, and a fault is seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from polyattn.bench import main
+from polyattn.bench.offload.disk_run import Stack, measure, write_weights
+from polyattn.bench.offload.situations import SITUATIONS, tried
+from polyattn.hooks.layerwise_offload import unit
+from tests.hooks.layerwise_offload.small_models import frozen, inputs
+
+
+def test_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["offload", "--quick", "--only", "schedules", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["kind"] == "offload"
+    assert record["rows"][0]["wrong"] == []
+
+
+def test_every_situation(tmp_path: Path) -> None:
+    found = tried(frozen(), {"x": inputs()}, tmp_path)
+    assert found == dict.fromkeys(SITUATIONS, "same")
+
+
+def test_a_fault_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where changes at home go unseen, what was merged is lost."""
+    monkeypatch.setattr(unit.Unit, "was_counted", lambda self: False)
+    monkeypatch.setattr(
+        "polyattn.hooks.layerwise_offload.mapped.Mapping.is_changed", lambda _: False
+    )
+    found = tried(frozen(), {"x": inputs()}, tmp_path)
+    assert found["plain"] == "same"
+    assert found["merged by .data"] == "differs"
+
+
+@pytest.mark.slow
+def test_a_model_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    nbytes = write_weights(path, 3)
+    assert nbytes > sum(p.numel() * 4 for p in Stack(3).parameters())
+    found = measure(path, 3, str(1 << 40), tokens=2, passes=2)
+    assert found["streamed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "mixtral"])
+def test_architectures(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from polyattn.bench.offload.architectures import built
+
+    model = built(name)
+    found = tried(model.model, model.inputs, tmp_path)
+    assert set(found.values()) == {"same"}
+    assert set(found) == set(SITUATIONS)
