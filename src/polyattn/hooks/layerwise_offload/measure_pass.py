@@ -18,6 +18,9 @@ from polyattn.hooks.layerwise_offload.process_memory import begin_peak, held, pe
 
 __all__ = ["measured", "runner"]
 
+_KEPT = 32 << 20
+"""What the C library keeps of freed memory differs by that much from run to run."""
+
 
 def runner(model: nn.Module, sample: Any) -> Callable[[], Any]:
     """Return a call of the model from what a user gave as its example.
@@ -59,7 +62,7 @@ def measured(engine: Engine, run: Callable[[], Any], facts: Facts, tier: str) ->
     finally:
         engine.depth = ahead
     meter.resolve()
-    activations = max(0, peak(device) - before)
+    activations = max(0, peak(device) - before) + (_KEPT if device.type == "cpu" else 0)
     found = replace(alone, activation_bytes=activations, interference=_interference(meter, alone))
     meter.reset()
     return found
@@ -83,13 +86,23 @@ def _seen(engine: Engine, facts: Facts, tier: str) -> Facts:
 
 
 def _interference(meter: Meter, alone: Facts) -> float:
-    """Return by how many seconds a second of copying holds up computation beside it.
+    """Return by how many seconds a second of copying holds up computation beside it, 0 to 1.
 
-    On the processor both want the same cores and the same memory; on a device next to nothing.
+    On the processor both want the same cores and the same memory; on a device next to nothing. It
+    is what makes the prediction of the pass in which they met what that pass took.
     """
     rate = next(iter(alone.rates.values()), 0.0)
     copies = [nbytes / rate if rate else 0.0 for _, nbytes in alone.units]
     order = alone.order or range(len(copies))
-    steps = [Step(alone.compute_s[i], copies[i]) for i in order]
-    expected = predict(steps, 1, alone.outside_s)
-    return max(0.0, (meter.pass_s - expected.pass_s) / expected.copy_s) if expected.copy_s else 0.0
+
+    def expected(share: float) -> float:
+        steps = [Step(alone.compute_s[i] + share * copies[i], copies[i]) for i in order]
+        return predict(steps, 1, alone.outside_s).pass_s
+
+    low, high = 0.0, 1.0
+    if meter.pass_s <= expected(low) or not any(copies):
+        return low
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle) < meter.pass_s else (low, middle)
+    return high

@@ -16,6 +16,7 @@ Impl = TypeVar("Impl", bound=AttentionImpl)
 class AttentionRegistry:
     """The implementations of attention by name; several names may stand for one.
 
+    >>> from polyattn.jax import AttentionRegistry
     >>> "vanilla" in AttentionRegistry.list_implementations()
     True
     """

@@ -19,13 +19,15 @@ from polyattn.hooks.layerwise_offload.sources import Source
 __all__ = ["HostCarrier", "Reader", "Reading"]
 
 _PIECE = 8 << 20
+_MOST_THREADS = 4
 
 
 class Reader:
     """Reads units from files in the order in which they are asked for."""
 
-    def __init__(self, threads: int = 3) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
+        # each keeps a core from the computation while it copies what it has read
+        self._threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0
 
