@@ -25,7 +25,7 @@ def test_schedules(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_situation(tmp_path: Path) -> None:
     found = tried(frozen(), {"x": inputs()}, tmp_path)
-    assert found == dict.fromkeys(SITUATIONS, "same")
+    assert found == dict.fromkeys((*SITUATIONS, "quantised", "adapters train"), "same")
 
 
 def test_a_fault_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,4 +57,13 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     model = built(name)
     found = tried(model.model, model.inputs, tmp_path)
     assert set(found.values()) == {"same"}
-    assert set(found) == set(SITUATIONS)
+    assert set(found) == {*SITUATIONS, "quantised", "adapters train"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "UNet2DConditionModel"])
+def test_architectures_of_diffusers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    from polyattn.bench.offload.diffusers_models import built
+
+    assert set(tried(*built(name), tmp_path).values()) == {"same"}

@@ -1,4 +1,4 @@
-"""``polyattn offload plan``: what of a model would stream, and how long a pass would take."""
+"""``polyattn offload``: what of a model would stream and how long a pass takes; what came of it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ __all__ = ["main"]
 SUMMARY = """The plan of layerwise offload for a model in safetensors files, not loaded: what
 stays, what streams, the peak, and the time of a pass beside what cannot be beaten."""
 
-_ACTIONS = ("plan",)
+SHOWN = """What came of an offload: what handle.report().save(FILE) wrote, as a table or, with
+--html, as a page with the copies and computations of the last passes drawn over time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and store a plan; returns 0, or 2 if there is none."""
     arguments = list(argv or ())
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: polyattn offload plan WEIGHTS --budget BYTES ...   (--help says more)")
+        print(_USAGE)
         return 0 if arguments else 2
     if arguments[0] not in _ACTIONS:
         raise OffloadError(
             f"got {arguments[0]!r}, expected one of {', '.join(_ACTIONS)}."
             f"{near_matches(arguments[0], _ACTIONS)}"
         )
-    return _plan(arguments[1:])
+    return _ACTIONS[arguments[0]](arguments[1:])
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -89,3 +90,33 @@ def _plan(argv: Sequence[str]) -> int:
         if options.out:
             print(f"plan: {options.out}")
     return 0
+
+
+def _show(argv: Sequence[str]) -> int:
+    made = parser("offload show", SHOWN)
+    made.add_argument("report", metavar="REPORT.json", help="of handle.report().save")
+    made.add_argument("--html", metavar="FILE", help="write a page to look at")
+    options = made.parse_args(argv)
+    try:
+        from polyattn.hooks.layerwise_offload import OffloadReport
+    except ImportError as error:
+        raise MissingDependency("got `offload show` without PyTorch, expected torch") from error
+    report = OffloadReport.load(options.report)
+    if options.html:
+        from polyattn.report.offload import write_page
+
+        write_page(report, options.html)
+    if options.json:
+        emit_json(json.loads(report.to_json()), options.json)
+    else:
+        print(report)
+        if options.html:
+            print(f"page: {options.html}")
+    return 0
+
+
+_ACTIONS = {"plan": _plan, "show": _show}
+_USAGE = """usage: polyattn offload ACTION ...   (polyattn offload ACTION --help says more)
+
+  plan WEIGHTS --budget BYTES   what would stream, the peak, and the time of a pass
+  show REPORT.json              what came of it, as a table or a page"""

@@ -29,7 +29,10 @@ _SIZES = {
     "type_vocab_size": 2,
     "decoder_start_token_id": 1, "num_channels": 3, "kv_lora_rank": 8, "q_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+    "rotary_dim": 4, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+_VARIANTS: tuple[dict[str, int], ...] = ({}, {"num_key_value_heads": 4, "head_dim": 0})
+"""Sizes that are others where the first do not run; 0: as the configuration has it."""
 _MOST_WEIGHTS = 20_000_000
 
 
@@ -52,20 +55,31 @@ def built(name: str) -> Built:
     """Build a model type small; raises whatever keeps it from being built or from running."""
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = transformers.AutoConfig.for_model(name)
-        _shrink(config)
-        with torch.device("meta"):
-            weights = sum(p.numel() for p in _model(transformers, config).parameters())
-        if weights > _MOST_WEIGHTS:
-            raise ValueError(f"{weights:,} weights, though its configuration was made small")
-        torch.manual_seed(0)
-        model = _model(transformers, config).eval().requires_grad_(False)
-        for inputs in _inputs(config):
-            with contextlib.suppress(Exception), torch.no_grad():
-                model(**inputs)
-                return Built(name, model, inputs)
+    failure: Exception | None = None
+    for variant in _VARIANTS:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return _built(transformers, name, variant)
+        except Exception as error:  # the next variant may do
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _built(transformers: Any, name: str, variant: dict[str, int]) -> Built:
+    config = transformers.AutoConfig.for_model(name)
+    _shrink(config, {**_SIZES, **variant})
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in _model(transformers, config).parameters())
+    if weights > _MOST_WEIGHTS:
+        raise ValueError(f"{weights:,} weights, though its configuration was made small")
+    torch.manual_seed(0)
+    model = _model(transformers, config).eval().requires_grad_(False)
+    for inputs in _inputs(config):
+        with contextlib.suppress(Exception), torch.no_grad():
+            model(**inputs)
+            return Built(name, model, inputs)
     raise ValueError("no inputs that were tried suit it")
 
 
@@ -74,9 +88,9 @@ def _model(transformers: Any, config: Any) -> nn.Module:
     return made
 
 
-def _shrink(config: Any) -> None:
-    for key, size in _SIZES.items():
-        if isinstance(getattr(config, key, None), int):
+def _shrink(config: Any, sizes: dict[str, int]) -> None:
+    for key, size in sizes.items():
+        if size and isinstance(getattr(config, key, None), int):
             with contextlib.suppress(Exception):
                 setattr(config, key, size)
     layers = getattr(config, "num_hidden_layers", 4)
@@ -87,7 +101,7 @@ def _shrink(config: Any) -> None:
                 setattr(config, key, kinds[:layers])
     for value in list(vars(config).values()):
         if hasattr(value, "model_type"):
-            _shrink(value)
+            _shrink(value, sizes)
 
 
 def _inputs(config: Any) -> Iterator[dict[str, Any]]:

@@ -30,8 +30,8 @@ def add(kinds: Any) -> None:
     made = kinds.add_parser(
         "offload",
         help="whether offload gives the same bits, and the time and memory that its plan says",
-        description="Random schedules on a simulated device; every small model of transformers, "
-        "offloaded, in nine situations; a model larger than its limit from a disk.",
+        description="Random schedules on a simulated device; small models of transformers and "
+        "diffusers, offloaded, in eleven situations; a model larger than its limit from a disk.",
     )
     made.add_argument("--quick", action="store_true", help="a part of each, in two minutes")
     made.add_argument("--only", metavar="PART", choices=PARTS, help=f"one of {', '.join(PARTS)}")
@@ -97,28 +97,52 @@ def _schedules(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
 
 
 def _models(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingDependency("got no transformers, expected pip install 'polyattn[bench]'")
-    from polyattn.bench.offload.architectures import built, names
-    from polyattn.bench.offload.situations import SITUATIONS, tried
+    for package in ("transformers", "diffusers"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependency(f"got no {package}, expected pip install 'polyattn[bench]'")
+    from polyattn.bench.offload import architectures, diffusers_models
+
+    def of_transformers(name: str) -> tuple[Any, dict[str, Any]]:
+        made = architectures.built(name)
+        return made.model, made.inputs
+
+    chosen = architectures.names()[:: 20 if options.quick else 1]
+    theirs = list(diffusers_models.MODELS)[:: 5 if options.quick else 1]
+    return [
+        _models_row("transformers", chosen, of_transformers, options, say),
+        _models_row("diffusers", theirs, diffusers_models.built, options, say),
+    ]
+
+
+def _models_row(
+    package: str, chosen: list[str], build: Callable[[str], tuple[Any, dict[str, Any]]],
+    options: argparse.Namespace, say: Say,
+) -> dict[str, Any]:  # fmt: skip
+    from polyattn.bench.offload.situations import tried
 
     results: dict[str, dict[str, str]] = {}
     refused: dict[str, str] = {}
-    chosen = names()[:: 20 if options.quick else 1]
     for place, name in enumerate(chosen):
         if place % 20 == 0:
-            say(f"models {place}/{len(chosen)}: {name}")
+            say(f"{package} {place}/{len(chosen)}: {name}")
         try:
-            model = built(name)
+            model, inputs = build(name)
         except Exception as error:  # a model that cannot be built says nothing of offload
             refused[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
             continue
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             try:
-                results[name] = tried(model.model, model.inputs, Path(folder))
+                results[name] = tried(model, inputs, Path(folder))
             except Exception as error:  # one that cannot be offloaded is a result
                 results[name] = {"attach": f"{type(error).__name__}: {error}"}
+    return _verdict(package, results, refused)
+
+
+def _verdict(
+    package: str, results: dict[str, dict[str, str]], refused: dict[str, str]
+) -> dict[str, Any]:
     whole = {n: found for n, found in results.items() if found != {"plain": "nothing to stream"}}
+    situations = {situation for found in whole.values() for situation in found}
     wrong = {
         f"{name}, {situation}": verdict
         for name, found in whole.items()
@@ -126,13 +150,11 @@ def _models(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
         if verdict != "same"
     }
     text = (
-        f"{len(whole)} architectures of transformers in {len(SITUATIONS)} situations, "
+        f"{len(whole)} architectures in {len(situations)} situations, "
         f"{sum(map(len, whole.values())) - len(wrong):,} times the same bits, {len(wrong)} not "
-        f"({len(refused)} could not be built small, {len(results) - len(whole)} have one block)"
+        f"({len(refused)} were not built small, {len(results) - len(whole)} have one block)"
     )
-    return [
-        {"name": "models", "text": text, "wrong": wrong, "not_built": refused, "met": not wrong}
-    ]
+    return {"name": package, "text": text, "wrong": wrong, "not_built": refused, "met": not wrong}
 
 
 def _disk(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyattn.bench.offload.weights_of_others import quantised, with_adapters
 from polyattn.hooks.layerwise_offload import LayerwiseOffload, offload
 
 __all__ = ["SITUATIONS", "Pair", "tried"]
@@ -109,9 +110,52 @@ SITUATIONS: dict[str, Callable[[Pair], bool]] = {
 """Each, by name, in the order in which one model goes through all."""
 
 
+def _trained(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """Return the gradients of a model's adapters, None ones left out."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    parts = [t for t in _tensors(model(**inputs)) if t.is_floating_point() and t.requires_grad]
+    torch.stack([t.float().square().mean() for t in parts]).sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def with_other_weights(model: nn.Module, inputs: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Try a model whose layers are quantised, and one with adapters that train."""
+    found: dict[str, str] = {}
+    for name, change in (("quantised", quantised), ("adapters train", with_adapters)):
+        ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
+        if not change(ours) or not change(theirs) or not _runs(theirs, inputs, name):
+            continue  # it reads its layers' weights in ways that such weights do not know
+        handle = offload(ours, device="cpu", disk=folder)
+        try:
+            pair = Pair(ours, theirs, handle, inputs)
+            same = pair.same()
+            if name == "adapters train":
+                mine, others = _trained(ours, inputs), _trained(theirs, inputs)
+                same = same and len(mine) == len(others) and all(map(_equal, mine, others))
+            found[name] = "same" if same else "differs"
+        except Exception as error:  # one that fails is a result
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+        finally:
+            handle.detach()
+    return found
+
+
+def _runs(model: nn.Module, inputs: dict[str, Any], name: str) -> bool:
+    try:
+        if name == "adapters train":
+            return bool(_trained(model, inputs))
+        with torch.no_grad():
+            model(**inputs)
+    except Exception:
+        return False
+    return True
+
+
 def tried(model: nn.Module, inputs: dict[str, Any], folder: Path) -> dict[str, str]:
     """Return for each situation ``same``, ``differs``, or the error."""
     theirs = copy.deepcopy(model)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
     found: dict[str, str] = {}
     handle = offload(model, device="cpu", disk=folder)
     if not handle.units:
@@ -126,7 +170,8 @@ def tried(model: nn.Module, inputs: dict[str, Any], folder: Path) -> dict[str, s
                 found[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
     finally:
         handle.detach()
-    return found
+    model.load_state_dict(start)
+    return {**found, **with_other_weights(model, inputs, folder)}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.exact_memory import locked_bytes
+from polyattn.hooks.layerwise_offload.meter import Event
 from polyattn.hooks.layerwise_offload.process_memory import peak
 from polyattn.hooks.layerwise_offload.sizes import said
 
 if TYPE_CHECKING:
     from polyattn.hooks.layerwise_offload.engine import Engine
-    from polyattn.hooks.layerwise_offload.meter import Event
     from polyattn.hooks.layerwise_offload.offload_plan import OffloadPlan
 
-__all__ = ["OffloadReport", "UnitRow", "report_of"]
+__all__ = ["SCHEMA", "OffloadReport", "UnitRow", "report_of"]
+
+SCHEMA = "polyattn.offload.report/1"
 
 
 @dataclass(frozen=True)
 class UnitRow:
     """One unit: how often it was used and brought, and the seconds of all its uses."""
 
+    index: int
     name: str
     nbytes: int
     uses: int
@@ -68,10 +73,38 @@ class OffloadReport:
         return max(self.compute_s, self.copy_s)
 
     def to_json(self) -> str:
-        """Return the report as JSON, without the events."""
-        facts = asdict(self)
-        del facts["events"]
-        return json.dumps(facts, indent=1)
+        """Return the report as JSON."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> OffloadReport:
+        """Read a report; anything else is an :class:`~polyattn.errors.OffloadError`."""
+        try:
+            data = json.loads(text)
+            if data.pop("schema") != SCHEMA:
+                raise ValueError("another schema")
+            data["units"] = tuple(UnitRow(**row) for row in data["units"])
+            data["events"] = tuple(Event(**event) for event in data["events"])
+            report = cls(**data)
+            str(report)  # what cannot be printed is none
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OffloadError(
+                f"got what is no report of this version ({error}), expected one of {SCHEMA!r}: "
+                "save it again with handle.report().save(path)"
+            ) from error
+        return report
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as a JSON file, which `polyattn offload show` reads."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> OffloadReport:
+        """Read a report from a JSON file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise OffloadError(f"got the report {path}, which cannot be read ({error})") from error
 
     def __str__(self) -> str:
         if not self.units:
@@ -128,8 +161,8 @@ def report_of(plan: OffloadPlan, engine: Engine | None) -> OffloadReport:
     meter.resolve()
     rows = tuple(
         UnitRow(
-            unit.name, unit.nbytes, times.uses, times.fetches, times.misses, times.copy_s,
-            times.stall_s, times.compute_s,
+            unit.index, unit.name, unit.nbytes, times.uses, times.fetches, times.misses,
+            times.copy_s, times.stall_s, times.compute_s,
         )
         for unit in engine.units.values()
         for times in [meter.units[unit.index]]

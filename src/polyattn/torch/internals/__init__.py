@@ -61,6 +61,7 @@ from polyattn.torch.internals.memory import (
     storage_holders,
     storage_identity,
     without_overrides,
+    wrapper_tensor,
 )
 from polyattn.torch.internals.modules import (
     apply_to_module,
@@ -206,4 +207,5 @@ __all__ = [
     "unwrapped",
     "version_of",
     "without_overrides",
+    "wrapper_tensor",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ __all__ = [
     "storage_holders",
     "storage_identity",
     "without_overrides",
+    "wrapper_tensor",
 ]
 
 _storage_starts: Callable[[Tensor], int] | None = private(
@@ -74,6 +76,11 @@ def storage_holders(tensor: Tensor) -> int:
     """Return how many hold a tensor's storage: tensors, views of it, what autograd saved."""
     return _holders(storage_identity(tensor))
 
+
+wrapper_tensor: Callable[..., Any] = private(
+    "torch.Tensor._make_wrapper_subclass", "`polyattn bench offload` leaves quantised weights out"
+)
+"""Make a tensor of a subclass that has no memory of its own."""
 
 without_overrides: Callable[[], AbstractContextManager[object]] = private(
     "torch._C.DisableTorchFunctionSubclass",
