@@ -370,5 +370,5 @@ class Engine:
         with self._lock:
             for slot in self.slots:
                 self._empty(slot)
-            self.carrier.close()
+            self.carrier.drain()
             self.slots = []

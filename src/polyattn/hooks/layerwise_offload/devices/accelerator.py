@@ -86,6 +86,10 @@ class AcceleratorCarrier(Carrier):
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
+    def drain(self) -> None:
+        self._stager.submit(int).result()  # one thread: all before it is done
+        self._module.synchronize(self.device)
+
     def close(self) -> None:
         self._stager.shutdown(wait=True, cancel_futures=True)
         self._reader.close()

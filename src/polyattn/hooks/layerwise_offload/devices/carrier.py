@@ -72,5 +72,9 @@ class Carrier(ABC):
         """Return the time between two stamps; waits for it if need be."""
 
     @abstractmethod
+    def drain(self) -> None:
+        """Wait for all that was begun, so that slots may go."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for everything and give back what the carrier holds."""

@@ -131,5 +131,8 @@ class HostCarrier(Carrier):
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
+    def drain(self) -> None:
+        """What was abandoned was waited for."""
+
     def close(self) -> None:
         self._reader.close()

@@ -109,6 +109,9 @@ class SimulatedCarrier(Carrier):
             self.synchronize()
         return (end.time or 0.0) - (begin.time or 0.0)
 
+    def drain(self) -> None:
+        self.synchronize()
+
     def close(self) -> None:
         self.synchronize()
 
