@@ -148,6 +148,20 @@ def test_a_plan_of_another_model_is_an_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_budget_below_what_the_process_holds_is_the_models_own(tmp_path: Path) -> None:
+    model, want = frozen(), frozen()(X)
+    with offload(model, 600_000, "cpu", disk=tmp_path) as handle:
+        plan = handle.plan
+        assert plan.beside_held
+        assert "beside what is held" in str(plan)
+        assert plan.weight_bytes <= 600_000
+        assert plan.peak_bytes == plan.weight_bytes + plan.other_bytes
+        assert 0 < len(plan.resident) < 6
+        assert torch.equal(model(X), want)
+    with pytest.raises(OffloadError, match=r"budget of 48\.8 KiB, expected at least"):
+        offload(model, 50_000, "cpu", disk=tmp_path)
+
+
 def test_what_stays_stays(tmp_path: Path) -> None:
     model, want = frozen(), frozen()(X)
     with offload(model, device="cpu", disk=tmp_path / "w") as handle:

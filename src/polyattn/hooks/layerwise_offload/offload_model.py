@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def offload(
     """Run a model in less memory than its weights: they come for each call and go afterwards.
 
     `budget`: bytes (``"8GiB"``) that this process may hold on `device`, activations included; None:
-    as few as possible. `device`: where it computes; None: CUDA if there is one, else ``"cpu"``,
+    as few as possible; one below what the process holds without the model is the model's alone.
+    `device`: where it computes; None: CUDA if there is one, else ``"cpu"``,
     where weights stay in files; or a ``Carrier``, such as the simulated device. `disk`: a folder
     for weights that lie in no file; `weights`: the model's own safetensors file, files or folder,
     from which a model on the meta device gets its values. `sample`: inputs of a typical call (a
@@ -131,6 +133,11 @@ class _Asked:
 
     def __init__(self, plan: OffloadPlan | None, budget: int | None, depth: int | None) -> None:
         self.plan, self.budget, self.depth = plan, budget, depth
+        self.beside_held = False
+
+    def read_budget(self, held: int) -> None:
+        """Take a budget below what the process holds without the model for the model's alone."""
+        self.beside_held = self.budget is not None and self.budget < held
 
     def plan_for(self, facts: Facts, device: str, tier: str) -> OffloadPlan:
         if self.plan is not None:
@@ -141,7 +148,18 @@ class _Asked:
             largest = max((nbytes for _, nbytes in facts.units), default=0)
             fixed = facts.outside_bytes + facts.other_bytes + facts.activation_bytes
             budget = fixed + ((self.depth or 1) + 1) * largest
-        return make_plan(facts, device=device, budget=budget, tier=tier, depth=self.depth)
+        if not self.beside_held:
+            return make_plan(facts, device=device, budget=budget, tier=tier, depth=self.depth)
+        plan = make_plan(
+            replace(facts, other_bytes=0), device=device, budget=budget, tier=tier,
+            depth=self.depth,
+        )  # fmt: skip
+        return replace(
+            plan,
+            other_bytes=facts.other_bytes,
+            peak_bytes=plan.peak_bytes + facts.other_bytes,
+            beside_held=True,
+        )
 
 
 def _check_names(plan: OffloadPlan, names: Sequence[str]) -> None:
@@ -174,7 +192,9 @@ def _offload(
     homes.know(every)
     before = held(device)
     ours = sum(leaf.nbytes for leaf in every if leaf.tensor.device == device)
-    survey, plan = _surveyed(model, units, resident, asked, device, tier, max(0, before - ours))
+    other = max(0, before - ours)
+    asked.read_budget(other)
+    survey, plan = _surveyed(model, units, resident, asked, device, tier, other)
     refuse_training(model, survey)
     if asked.budget is not None and not plan.streamed and _is_here(model, device):
         return LayerwiseOffload(model, plan, None)

@@ -58,9 +58,10 @@ class PlannedUnit:
 class OffloadPlan:
     """What stays, what streams, and what that costs; a value, JSON and back.
 
-    `peak_bytes`: the most that the process will hold on the device. `pass_s`, `slowdown`: of one
-    pass, None where the computation was not measured. `bound_s`: the longer of computation and
-    copies, which nothing beats.
+    `peak_bytes`: the most that the process will hold on the device. `beside_held`: the budget was
+    less than the process holds without the model, and so is the model's alone. `pass_s`,
+    `slowdown`: of one pass, None where the computation was not measured. `bound_s`: the longer of
+    computation and copies, which nothing beats.
     """
 
     device: str
@@ -76,6 +77,7 @@ class OffloadPlan:
     compute_s: float | None = None
     copy_s: float | None = None
     pass_s: float | None = None
+    beside_held: bool = False
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -172,7 +174,8 @@ def _text_of(plan: OffloadPlan) -> str:
         ("peak", plan.peak_bytes),
     ]
     if plan.budget_bytes is not None:
-        rows.append(("budget", plan.budget_bytes))
+        label = "budget, beside what is held" if plan.beside_held else "budget"
+        rows.append((label, plan.budget_bytes))
     lines += [f"  {name:<30}{said(nbytes):>12}" for name, nbytes in rows]
     if plan.streamed:
         lines += ["", *_units(plan)]
