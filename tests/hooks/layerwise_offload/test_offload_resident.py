@@ -246,12 +246,27 @@ def test_compiled(model: Model, reference: Model, tmp_path: Path) -> None:
     assert torch.equal(model(X), reference(X))
 
 
-def test_blocks_compiled_in_place(model: Model, reference: Model, tmp_path: Path) -> None:
-    for block in model.blocks:
-        block.compile(backend="eager")
-    with away(model, tmp_path):
+@pytest.mark.parametrize("first", ["compile", "offload"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_blocks_compiled_in_place(
+    model: Model, reference: Model, tmp_path: Path, first: str, fullgraph: bool
+) -> None:
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(backend="eager", fullgraph=fullgraph)
+
+    if first == "compile":
+        compile_blocks()
+    with away(model, tmp_path) as handle:
+        model(X)
+        if first == "offload":
+            compile_blocks()
         for _ in range(2):
             assert torch.equal(model(X), reference(X))
+        assert torch.equal(copy.deepcopy(model)(X), reference(X))
+        assert handle.report().units[5].misses <= 1
+    assert torch.equal(model(X), reference(X))
+    assert "AroundCompiled" not in {type(v).__name__ for v in vars(model.blocks[0]).values()}
 
 
 def test_tied_weights_are_one(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from polyattn.errors import OffloadError, near_matches
 from polyattn.hooks.layerwise_offload.attach import Attached
+from polyattn.hooks.layerwise_offload.compiled_blocks import AroundCompiled, is_compiled_alone
 from polyattn.hooks.layerwise_offload.engine import Engine
 from polyattn.hooks.layerwise_offload.hook import LayerwiseOffloadHook, PassHook
 from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan
@@ -22,6 +23,7 @@ from polyattn.hooks.manager import HookHandle, ModuleHookManager
 __all__ = ["LayerwiseOffload"]
 
 _HOOK, _PASS = "layerwise_offload", "layerwise_offload_pass"
+_Block: TypeAlias = tuple[nn.Module, LayerwiseOffloadHook, HookHandle | AroundCompiled]
 
 
 class LayerwiseOffload:
@@ -35,7 +37,8 @@ class LayerwiseOffload:
         self._model = weakref.ref(model)
         self._attached = attached
         self._engine: Engine | None = None
-        self._hooks: list[HookHandle] = []
+        self._blocks: list[_Block] = []
+        self._passes: list[HookHandle] = []
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -86,18 +89,30 @@ class LayerwiseOffload:
             hook = LayerwiseOffloadHook(engine, unit)
             for module in unit.modules:
                 hooked[id(module)] = module
-                self._hooks.append(ModuleHookManager.of(module).attach(_HOOK, hook))
+                attached = ModuleHookManager.of(module).attach(_HOOK, hook)
+                self._blocks.append((module, hook, attached))
+        self._follow_compilation()
         for name, module in model.named_modules():
             if id(module) not in hooked and any(
                 id(part) in hooked for part in module.modules() if part is not module
             ):
-                around = PassHook([engine], name or "model")
-                self._hooks.append(ModuleHookManager.of(module).attach(_PASS, around))
+                around = PassHook([engine], name or "model", self._follow_compilation)
+                self._passes.append(ModuleHookManager.of(module).attach(_PASS, around))
+
+    def _follow_compilation(self) -> None:
+        """Take the hooks off blocks that were compiled in place, and wrap their calls instead."""
+        for place, (module, hook, attached) in enumerate(self._blocks):
+            if is_compiled_alone(module):
+                attached.detach()
+                self._blocks[place] = module, hook, AroundCompiled(module, hook)
 
     def _stop(self) -> None:
-        for hook in reversed(self._hooks):
-            hook.detach()
-        self._hooks.clear()
+        for _, _, attached in self._blocks:
+            attached.detach()
+        for handle in reversed(self._passes):
+            handle.detach()
+        self._blocks.clear()
+        self._passes.clear()
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -65,14 +65,19 @@ class LayerwiseOffloadHook(ForwardHook):
 class PassHook(ForwardHook):
     """Tells the engines that a pass through the model begins and ends."""
 
-    def __init__(self, engines: Sequence[Engine], kind: str) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], kind: str, first: Callable[[], None] = lambda: None
+    ) -> None:
+        """`kind`: a name for passes of this module. `first`: called before each."""
         self.engines = tuple(engines)
         self.kind = kind
+        self._first = first
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin the pass."""
+        self._first()
         for engine in self.engines:
             engine.begin(self.kind)
         return None

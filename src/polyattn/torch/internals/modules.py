@@ -17,11 +17,13 @@ __all__ = [
     "applying_method",
     "call_code",
     "children_of",
+    "compiled_call",
     "hook_tables",
     "is_replica",
     "own_buffers",
     "own_parameters",
     "set_children",
+    "set_compiled_call",
     "unwrapped",
 ]
 
@@ -101,6 +103,22 @@ noted(
 def unwrapped(model: Any) -> Any:
     """Return the module inside of what ``torch.compile(module)`` makes; others as they are."""
     return getattr(model, "_orig_mod", model)
+
+
+_COMPILED = noted(
+    "torch.nn.Module._compiled_call_impl",
+    "offloaded blocks that were compiled in place with fullgraph=True refuse",
+)
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return what ``module.compile()`` made of a module's call; None if it was not compiled."""
+    return getattr(module, _COMPILED.name, None)
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Let a module that was compiled in place call something else."""
+    setattr(module, _COMPILED.name, call)
 
 
 _APPLY = noted("torch.nn.Module._apply", "an offloaded model refuses to be attached")
