@@ -57,7 +57,14 @@ class Use:
 
 
 class Engine:
-    """The slots of a device and the units that pass through them."""
+    """The slots of a device and the units that pass through them.
+
+    >>> from polyattn.hooks.layerwise_offload import LayerwiseOffloadState
+    >>> from polyattn.hooks.layerwise_offload.devices.simulated import SimulatedCarrier
+    >>> empty = LayerwiseOffloadState(SimulatedCarrier(), [], depth=1, rehome=lambda unit: None)
+    >>> len(empty.slots)
+    2
+    """
 
     def __init__(
         self,

@@ -30,6 +30,19 @@ class LayerwiseOffload:
     """What :func:`offload` returns. A context manager: leaving it detaches.
 
     `plan` is what was planned; `report()` what came of it.
+
+    >>> import tempfile, torch
+    >>> from polyattn.hooks import offload
+    >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
+    >>> model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     handle = offload(model, device="cpu", disk=folder)
+    ...     _ = model(torch.ones(1, 64))
+    ...     print(handle.attached, handle.units, handle.report().passes)
+    ...     handle.detach()
+    True ('0', '1', '2', '3') 1
+    >>> handle.attached
+    False
     """
 
     def __init__(self, model: nn.Module, plan: OffloadPlan, attached: Attached | None) -> None:

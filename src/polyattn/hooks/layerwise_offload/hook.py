@@ -29,6 +29,16 @@ class LayerwiseOffloadHook(ForwardHook):
 
     `offload` makes and attaches one for each unit of a model. While the call runs, `unit` is on
     the device, and the next units are on their way.
+
+    >>> import tempfile, torch
+    >>> from polyattn.hooks import LayerwiseOffloadHook, ModuleHookManager, offload
+    >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
+    >>> model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with offload(model, device="cpu", disk=folder):
+    ...         hook = ModuleHookManager.of(model[1]).get("layerwise_offload")
+    ...         print(isinstance(hook, LayerwiseOffloadHook), hook.unit.name)
+    True 1
     """
 
     def __init__(self, engine: Engine, unit: Unit) -> None:

@@ -95,6 +95,16 @@ def enable_layerwise_offload(model: nn.Module, is_replace: bool = False) -> Laye
     """Offload a model as FastVideo names it: every block streams; on CUDA from locked host memory.
 
     `is_replace`: give up an offload that is there and begin anew.
+
+    >>> import tempfile, torch
+    >>> from polyattn.hooks import enable_layerwise_offload, offload
+    >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
+    >>> model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     handle = offload(model, device="cpu", disk=folder)
+    ...     enable_layerwise_offload(model) is handle  # once is enough
+    ...     handle.detach()
+    True
     """
     known = _known(model)
     if known is not None and is_replace:

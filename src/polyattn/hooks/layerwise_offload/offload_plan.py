@@ -28,7 +28,12 @@ class Facts:
     that are in no unit; they stay. `other_bytes`: what the process holds on the device beside the
     weights, and `activation_bytes` what a pass needs on top. `compute_s`: of each unit in a pass;
     empty: not measured. `outside_s`: of a pass outside the units. `rates`: bytes a second from
-    the ``host`` and the ``disk``; a tier that is missing was not measured.
+    the ``host`` and the ``disk``; a tier that is missing was not measured. `interference`: by how
+    many seconds a second of copying holds up the computation beside it.
+
+    >>> from polyattn.hooks.layerwise_offload import Facts
+    >>> Facts([("blocks.0", 400), ("blocks.1", 400)], rates={"host": 25e9}).outside_bytes
+    0
     """
 
     units: Sequence[tuple[str, int]]
@@ -45,7 +50,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit of the plan. `tier`: ``resident``, ``host`` or ``disk``."""
+    """A unit of the plan. `tier`: ``resident``, ``host`` or ``disk``.
+
+    >>> from polyattn.hooks.layerwise_offload import PlannedUnit
+    >>> PlannedUnit("blocks.0", 400, "host").copy_s is None
+    True
+    """
 
     name: str
     nbytes: int
@@ -62,6 +72,12 @@ class OffloadPlan:
     less than the process holds without the model, and so is the model's alone. `pass_s`,
     `slowdown`: of one pass, None where the computation was not measured. `bound_s`: the longer of
     computation and copies, which nothing beats.
+
+    >>> from polyattn.hooks.layerwise_offload import Facts, OffloadPlan, make_plan
+    >>> facts = Facts([("a", 100), ("b", 100), ("c", 100)])
+    >>> plan = make_plan(facts, device="cuda", budget=250, tier="host", depth=1)
+    >>> plan.streamed, plan.resident, OffloadPlan.from_json(plan.to_json()) == plan
+    (('a', 'b', 'c'), (), True)
     """
 
     device: str

@@ -49,6 +49,18 @@ class OffloadReport:
     `pass_s`: a pass on average. `bound_s`: the longer of a pass's computation and its copies.
     `slots_added`: for units within units or of several threads; `slots_given_up`: to whoever kept a
     view of a weight. `outside`: loads outside any call of the model, which nothing foresees.
+
+    >>> import tempfile, torch
+    >>> from polyattn.hooks import offload
+    >>> from polyattn.hooks.layerwise_offload import OffloadReport
+    >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
+    >>> model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with offload(model, device="cpu", disk=folder) as handle:
+    ...         _ = model(torch.ones(1, 64))
+    ...         report = handle.report()
+    >>> report.units[0].uses, OffloadReport.from_json(report.to_json()) == report
+    (1, True)
     """
 
     units: tuple[UnitRow, ...]

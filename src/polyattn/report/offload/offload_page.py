@@ -49,7 +49,16 @@ def page(report: OffloadReport) -> str:
 
 
 def write_page(report: OffloadReport, path: str | Path) -> Path:
-    """Write the page of a report to a file, which a browser opens; return its path."""
+    """Write the page of a report to a file, which a browser opens; return its path.
+
+    >>> import tempfile
+    >>> from polyattn.hooks.layerwise_offload.offload_report import report_of
+    >>> from polyattn.hooks.layerwise_offload import Facts, make_plan
+    >>> plan = make_plan(Facts([("a", 1)]), device="cpu", budget=None, tier="disk")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_page(report_of(plan, None), folder + "/page.html").name
+    'page.html'
+    """
     return write_document(page(report), path, beginning(COMMAND))
 
 

@@ -15,7 +15,12 @@ __all__ = ["Carrier", "Fetch"]
 
 
 class Fetch:
-    """One filling of a slot: how much, when it was asked for, and when it was done."""
+    """One filling of a slot: how much, when it was asked for, and when it was done.
+
+    >>> from polyattn.hooks.layerwise_offload.devices import Fetch
+    >>> Fetch(4096).is_done
+    False
+    """
 
     def __init__(self, nbytes: int, handle: Any = None) -> None:
         self.nbytes = nbytes
@@ -31,7 +36,13 @@ class Fetch:
 
 
 class Carrier(ABC):
-    """Fills slots and keeps the order of copies and computations."""
+    """Fills slots and keeps the order of copies and computations.
+
+    >>> from polyattn.hooks.layerwise_offload.devices import Carrier, carrier_for
+    >>> import torch
+    >>> isinstance(carrier_for(torch.device("cpu")), Carrier)
+    True
+    """
 
     device: torch.device
     locks_host = False

@@ -11,7 +11,13 @@ __all__ = ["carrier_for"]
 
 
 def carrier_for(device: torch.device) -> Carrier:
-    """Return what carries weights to a device."""
+    """Return what carries weights to a device.
+
+    >>> import torch
+    >>> from polyattn.hooks.layerwise_offload.devices import carrier_for
+    >>> carrier_for(torch.device("cpu")).needs_files
+    True
+    """
     if device.type == "cpu":
         from polyattn.hooks.layerwise_offload.devices.host import HostCarrier
 
