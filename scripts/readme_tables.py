@@ -6,12 +6,13 @@ from the records.
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polyattn import settings
-from polyattn.bench.cpu.cases import CASES
+from polyattn.bench.cpu.goals import OWN, Processors, processors_like, verdicts
+from polyattn.problem.processor import level_of
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities
 from polyattn.selection.registry import Backend, Registry, registry
 
@@ -24,7 +25,7 @@ FEATURES = {
     "value_dim": "value dim other than head dim", "lse": "lse", "backward": "backward",
     "bias_grad": "bias gradient", "sinks_grad": "sinks gradient", "compiled": "`torch.compile`",
 }  # fmt: skip
-LIMITS = {case.name: case.limit for case in CASES}
+RESULTS = ROOT / "benchmarks" / "results"
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -107,41 +108,126 @@ SHOWN = (
 
 
 def cpu() -> str:
-    """Return the table of the CPU kernel's record in benchmarks/results, the first by name."""
-    paths = sorted((ROOT / "benchmarks" / "results").glob("*/cpu.json"))
-    if not paths:
-        return "There is no record yet: `polyattn bench cpu --peers --record` makes it."
-    record = json.loads(paths[0].read_text(encoding="utf-8"))
-    machine, rows = record["machine"], record["rows"]
+    """Return what was measured of the CPU kernel, one part for each folder of records."""
+    folders = {
+        path.parent for name in ("cpu.json", "peers.md") for path in RESULTS.glob(f"*/{name}")
+    }
+    return "\n\n".join(map(_processor, sorted(folders)))
+
+
+def _processor(folder: Path) -> str:
+    """Return the tables of one record; what was copied by hand stands in for engines it lacks."""
+    path, by_hand = folder / "cpu.json", folder / "peers.md"
+    records = [json.loads(one.read_text(encoding="utf-8")) for one in folder.glob("*.json")]
+    machine = next(one["machine"] for one in records if "machine" in one)
+    level = level_of(frozenset(machine["flags"]))
+    parts = [f"### {machine['cpu']} with {level}, {machine['cores']} cores"]
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if record:
+        parts += [_conditions(record, path), _goals(record, _limits(folder)), _peers(record)]
+    if by_hand.exists() and not _answered(record):
+        parts.append(by_hand.read_text(encoding="utf-8").strip())
+    return "\n\n".join(parts)
+
+
+def _answered(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what the engines of others said of themselves, without those that did not run."""
+    found = record.get("engines", {})
+    return {name: about for name, about in found.items() if "versions" in about}
+
+
+def _conditions(record: Mapping[str, Any], path: Path) -> str:
+    rows = record["rows"]
     busy = max(row["foreign"]["max"] for row in rows)
     sticks = ", ".join(
-        f"{name} {stick['max']:.0f} {stick['unit']}"
+        f"{name} {stick['median' if name == 'read' else 'max']:.0f} {stick['unit']}"
         for name, stick in sorted(record["yardsticks"].items())
     )
-    where = (
-        f"{machine['cpu']}, {machine['cores']} cores, {record['threads']} threads, torch "
+    return (
+        f"{record['threads']} threads, torch "
         f"{record['versions']['torch']}, {record['date'][:10]}, others busy at most {busy:.0%}; "
-        f"yardsticks of the run: {sticks}. The record: "
-        f"`{paths[0].relative_to(ROOT).as_posix()}`."
+        f"yardsticks of the run: {sticks}. The record: `{path.relative_to(ROOT).as_posix()}`, by "
+        f"`{record['command']}`; its figures are judged by the goals of today."
     )
-    peers = sorted({name for row in rows for name in row["peers"]})
-    names = ("case", "ours, ms", "x torch", "goal", *(f"x {name}" for name in peers), "of peak")
-    align = ("---", *("---:" for _ in names[1:-1]), "---:", "---")
-    lines = [where, "", f"| {' | '.join((*names, 'limited by'))} |", f"|{'|'.join(align)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(_cpu_cells(row, peers))} |" for row in rows)])
 
 
-def _cpu_cells(row: dict[str, Any], peers: list[str]) -> Iterator[str]:
-    yield row["name"]
-    yield f"{row['ours_ms']['median']:.3g}"
-    yield f"{row['ratio']['median']:.3g}"
-    yield "" if row["goal"] is None else f"{row['goal']:g}: {_met(row['met'])}"
-    for name in peers:
-        ratio = row["peers"].get(name, {}).get("ratio")
-        yield f"{ratio['median']:.3g}" if ratio else ""
-    rate = f"{row['ours_gbs']:.0f} GB/s, " if "ours_gbs" in row else ""
-    yield f"{rate}{row['ours_share']:.0%}"
-    yield LIMITS.get(row["name"], row["limit"])
+def _limits(folder: Path) -> dict[str, list[str]]:
+    """Return what profiles on such a machine found, by group of cases: float32, bfloat16."""
+    path = folder / "limits.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["limits"] if path.exists() else {}
+    return dict(found)
+
+
+def _goals(record: Mapping[str, Any], limits: Mapping[str, list[str]]) -> str:
+    kind, rows = processors_like(record["machine"]), record["rows"]
+    own = [name for name in OWN if any(name in row["peers"] for row in rows)]
+    names = ["case", "ours, ms", "x torch", *(f"x {name}" for name in own), "of peak"]
+    lines = [
+        f"| {' | '.join((*names, 'goals', 'limited by'))} |",
+        f"|---|{'---:|' * (len(names) - 1)}---|---|",
+    ]
+    for row in rows:
+        cells = [
+            row["name"], f"{row['ours_ms']['median']:.3g}", f"{row['ratio']['median']:.3g}",
+            *_ratios(row, own), *_judged(row, record, kind),
+            limits.get(row["group"], [row["limit"]] * 2)[row["dtype"] != "float32"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _judged(row: Mapping[str, Any], record: Mapping[str, Any], kind: Processors) -> Iterator[str]:
+    """Yield the share of peak or read rate, and the goals; the yardsticks are those of the run."""
+    share, rate = row["ours_share"], ""
+    if "ours_gbs" in row:
+        share = row["ours_gbs"] / record["yardsticks"]["read"]["median"]
+        rate = f"{row['ours_gbs']:.0f} GB/s, "
+    yield f"{rate}{share:.0%}"
+    wanted = kind.goal(case_and_size(row), row["dtype"])
+    now = {**row, "goal": wanted, "ours_share": share}
+    yield "; ".join(map(_verdict, verdicts(now, kind, peers=bool(_answered(record)))))
+
+
+def _verdict(one: Mapping[str, Any]) -> str:
+    goal = f">= {one['least']:g}" if "least" in one else f"<= {one['most']:g}"
+    return f"{one['over']} {goal}: {_met(one['met'])}"
+
+
+def case_and_size(row: Mapping[str, Any]) -> str:
+    """Return the name of a row without its dtype and layout."""
+    return row["name"].rpartition(")")[0] + ")"
+
+
+def _peers(record: Mapping[str, Any]) -> str:
+    """Return the times of others over ours, and why an engine has none."""
+    rows = [row for row in record["rows"] if any("ratio" in one for one in row["peers"].values())]
+    names = sorted({name for row in rows for name in row["peers"]} - set(OWN))
+    said = [
+        f"{name} {' '.join(about['versions'].values())}"
+        for name, about in _answered(record).items()
+    ]
+    lines = [
+        f"Times of others over ours, in the same rounds{''.join(f'; {one}' for one in said)}:",
+        "",
+        f"| {' | '.join(('case', 'torch', *names))} |",
+        f"|---|{'---:|' * (len(names) + 1)}",
+    ]
+    for row in rows:
+        cells = (row["name"], f"{row['ratio']['median']:.3g}", *_ratios(row, names))
+        lines.append(f"| {' | '.join(cells)} |")
+    missing = [
+        f"{name}: {about['unable']}."
+        for name, about in record["engines"].items()
+        if "unable" in about
+    ]
+    return "\n".join([*lines, *(["", *missing] if missing else [])])
+
+
+def _ratios(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        peer = row["peers"].get(name, {})
+        right = "ratio" in peer and not peer["wrong"]
+        yield f"{peer['ratio']['median']:.3g}" if right else "wrong" if "ratio" in peer else ""
 
 
 def variables() -> str:

@@ -97,18 +97,40 @@ def test_what_is_wrong_or_crashes_or_cannot_is_said(checkout: Path) -> None:
         about = running.about()
         assert about["zeros"] == {"versions": {"made": "here"}}
         assert "scripts/peers ncnn" in about["ncnn"]["unable"]
-        way, other = running.ways(plain)
+        (way, other), *more = running.parties(plain)
+        assert not more
         assert isinstance(way, Way) and way.timed is not None and isinstance(other, Unable)
         assert way.timed(3)[0] > 0 and not way.call(plain.q, plain.k, plain.v).any()
-        assert [w.why for w in running.ways(causal) if isinstance(w, Unable)] == [
+        assert [w.why for w in next(running.parties(causal)) if isinstance(w, Unable)] == [
             "it knows no masks", "not installed; scripts/peers ncnn",
         ]  # fmt: skip
-        crashed, _ = running.ways(aside)
+        crashed, _ = next(running.parties(aside))
         assert isinstance(crashed, Unable) and "crashed (SIGABRT)" in crashed.why
-        again, _ = running.ways(plain)  # in a new process
+        again, _ = next(running.parties(plain))  # in a new process
         assert isinstance(again, Way)
         row = timed_case(CASES[0], Options(repeats=2, block_s=0.001), engines=running)
         assert row["peers"]["zeros"]["wrong"] and not row["wrong"]
+
+
+@built_only
+def test_engines_that_do_not_fit_together_take_turns(checkout: Path, monkeypatch) -> None:
+    home = checkout / ".peers"
+    shutil.copytree(home / "zeros", home / "zeros_again")
+    code = checkout / "benchmarks" / "peers" / "polyattn_peers" / "engines"
+    shutil.copy(code / "zeros.py", code / "zeros_again.py")
+    with Engines(["zeros", "zeros_again", "ncnn"], 2) as running:
+        full = lambda case, times: "no room" if running.processes() else ""  # noqa: E731
+        monkeypatch.setattr(engines, "lacking", full)
+        held = [
+            ([way.name for way in party], len(running.processes()))
+            for party in running.parties(Inputs.of(CASES[0]))
+        ]
+        assert held == [(["zeros"], 1), (["zeros_again"], 1), (["ncnn"], 0)]
+        row = timed_case(CASES[0], Options(repeats=2, block_s=0.001), engines=running)
+        assert row["peers"]["zeros"]["ratio"] and row["peers"]["zeros_again"]["ratio"]
+        monkeypatch.setattr(engines, "lacking", lambda case, times: "no room")
+        (party,) = running.parties(Inputs.of(CASES[0]))
+        assert [way.why for way in party] == ["no room"] * 3
 
 
 def test_no_process_is_left(checkout: Path) -> None:

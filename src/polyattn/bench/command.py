@@ -180,7 +180,7 @@ def _cpu(options: argparse.Namespace) -> int:
         from polyattn.bench.plot import draw_ratios
 
         say(f"plot: {draw_ratios(record, Path(options.plot))}", error=options.json)
-    return YES if record["goals_met"] else NO
+    return NO if not record["goals_met"] else CANNOT_SAY if record["left_out"] else YES
 
 
 def _growth(options: argparse.Namespace) -> int:

@@ -70,11 +70,14 @@ def _quantised(inputs: Inputs, backend: str, dtype: Codes) -> Way:
         )  # fmt: skip
         return out
 
-    keys, values = (_decoded(codes, scales, layout) for codes, scales in found)
-    return Way(CODES[dtype], call, stands_for=dataclasses.replace(inputs, k=keys, v=values))
+    def decoded() -> Inputs:
+        keys, values = (_decoded(codes, scales, layout) for codes, scales in found)
+        return dataclasses.replace(inputs, k=keys, v=values)
+
+    return Way(CODES[dtype], call, stands_for=decoded)
 
 
 def _decoded(codes: Tensor, scales: Tensor, layout: str) -> Tensor:
     row = 1 if layout == "BTNH" else 2
     each = scales.repeat_interleave(_BLOCK, -1)[..., : codes.shape[row]]
-    return codes.float() * (each.transpose(1, 2) if row == 1 else each).unsqueeze(-1)
+    return codes.float().mul_((each.transpose(1, 2) if row == 1 else each).unsqueeze(-1))

@@ -1,7 +1,4 @@
-"""The rows of ``bench cpu``: what is timed, how much of it is useful work, and the goals.
-
-Goals are times of torch's fastest route over ours; they are meant for the sizes in the table.
-"""
+"""The rows of ``bench cpu``: what is timed, and how much of it is useful work."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ class Size:
 class Case:
     """One row. `mask`: none, causal, window, blocks, padding or "causal padding", which is both.
 
-    `layout` is that of all arrays. `goal`: torch's time over ours. `goal_gbs`: keys and values
-    read, in GB/s.
+    `layout` is that of all arrays. `goal`: how many times as long the stock function takes.
     """
 
     group: str
@@ -61,18 +57,12 @@ class Case:
     train: bool = False
     layout: str = "BNTH"
     goal: float | None = None
-    goal_gbs: float | None = None
 
     @property
     def name(self) -> str:
         """The row's name, which is unique."""
         layout = "" if self.layout == "BNTH" else f" {self.layout}"
         return f"{self.group} {self.size} {SHORT[self.dtype]}{layout}"
-
-    @property
-    def limit(self) -> str:
-        """What keeps the row from being faster, by profiles of the single-threaded kernel."""
-        return _LIMITS.get(self.group, ("", ""))[self.dtype != "float32"]
 
     @property
     def is_decode(self) -> bool:
@@ -117,8 +107,7 @@ class Case:
         return {
             "name": self.name, "group": self.group, **dataclasses.asdict(self.size),
             "dtype": self.dtype, "mask": self.mask, "train": self.train, "layout": self.layout,
-            "density": round(self.density, 5), "goal": self.goal, "goal_gbs": self.goal_gbs,
-            "limit": self.limit,
+            "density": round(self.density, 5), "goal": self.goal,
         }  # fmt: skip
 
 
@@ -137,70 +126,41 @@ def padded_lengths(size: Size) -> list[int]:
     return [round(size.kv_len * _PADDED[b % len(_PADDED)]) for b in range(size.batch)]
 
 
-def _pair(
-    group: str,
-    size: tuple[int, ...],
-    goals: tuple[float | None, ...],
-    *,
-    gbs: float | None = None,
-    **more: object,
-) -> list[Case]:
+def _pair(group: str, size: tuple[int, ...], **more: object) -> list[Case]:
     """Return the case in float32 and in bfloat16."""
-    both = zip(("float32", "bfloat16"), goals, strict=True)
     return [
-        Case(group, Size(*size), dtype, goal=goal, goal_gbs=gbs, **more)  # type: ignore[arg-type]
-        for dtype, goal in both
+        Case(group, Size(*size), dtype, **more)  # type: ignore[arg-type]
+        for dtype in ("float32", "bfloat16")
     ]
 
 
-_LIMITS = {  # float32, bfloat16
-    "dense": (
-        "matrix units; 5% exponential, 3% packing",
-        "matrix units; 9% exponential, 4% packing",
-    ),
-    "short": ("packing for few rows, partial tiles", "packing for few rows, exponential"),
-    "causal": ("matrix units; masks of the diagonal", "matrix units, exponential; the diagonal"),
-    "window 256": ("edges of the window: 4 of 5 tiles useful",) * 2,
-    "90% block-sparse": (
-        "packing: a tile meets two strips of rows",
-        "packing, memory of the strips",
-    ),
-    "half padding": ("matrix units", "matrix units, exponential"),
-    "GQA prefill": ("matrix units", "matrix units, exponential"),
-    "decode": ("memory bandwidth", "memory bandwidth; at 4k keys sums across lanes"),
-    "fwd+bwd dense": ("matrix units", "writing P and dS twice as bfloat16 pairs"),
-    "fwd+bwd window 256": ("edges of the window",) * 2,
-}
-
 _LONG = (1, 8, 8, 4096, 4096, 64)
-_SHORT_A, _SHORT_B = (2, 12, 12, 512, 512, 64), (8, 16, 16, 197, 197, 64)
-_DECODE_4K, _DECODE_32K = (1, 32, 8, 1, 4096, 128), (1, 32, 8, 1, 32768, 128)
-_DECODE_EIGHT = (8, 32, 8, 1, 4096, 128)
+_CACHES = [(batch, 32, 8, 1, keys, 128) for keys in (4096, 32768) for batch in (1, 8)]
 
 CASES: tuple[Case, ...] = (
-    *_pair("dense", _LONG, (1.3, 2.6)),
-    Case("dense", Size(1, 16, 16, 4096, 4096, 128), "bfloat16", goal=2.5),
-    *_pair("short", _SHORT_A, (1.2, 2.0)),
-    *_pair("short", _SHORT_B, (1.2, 2.0)),
-    *_pair("causal", _LONG, (1.45, 2.8), mask="causal"),
-    *_pair("window 256", _LONG, (18.0, 30.0), mask="window"),
-    *_pair("90% block-sparse", _LONG, (15.0, 28.0), mask="blocks"),
-    *_pair("half padding", (4, 8, 8, 2048, 2048, 64), (2.6, 5.2), mask="padding"),
-    *_pair("GQA prefill", (1, 32, 8, 2048, 2048, 64), (1.3, 2.4)),
-    *_pair("decode", _DECODE_4K, (6.0, 40.0)),
-    *_pair("decode", _DECODE_32K, (15.0, 50.0), gbs=50.0),
-    *_pair("decode", _DECODE_32K, (None, None), layout="BTNH"),
-    *_pair("decode", _DECODE_EIGHT, (None, None), layout="BTNH"),
-    *_pair("fwd+bwd dense", _LONG, (1.2, 2.0), train=True),
-    *_pair("fwd+bwd window 256", _LONG, (12.0, 15.0), mask="window", train=True),
+    *_pair("dense", _LONG),
+    *_pair("dense", (1, 16, 16, 2048, 2048, 128)),
+    *_pair("ViT", (8, 12, 12, 197, 197, 64)),
+    *_pair("short", (2, 12, 12, 512, 512, 64)),
+    *_pair("causal", _LONG, mask="causal"),
+    *_pair("window 256", _LONG, mask="window"),
+    *_pair("90% block-sparse", _LONG, mask="blocks"),
+    *_pair("half padding", (4, 8, 8, 2048, 2048, 64), mask="padding"),
+    *_pair("GQA prefill", (1, 32, 8, 2048, 2048, 64)),
+    *(
+        case
+        for size in _CACHES
+        for layout in ("BNTH", "BTNH")
+        for case in _pair("decode", size, layout=layout)
+    ),
+    *_pair("fwd+bwd dense", _LONG, train=True),
+    *_pair("fwd+bwd window 256", _LONG, mask="window", train=True),
 )
-"""The table of goals. A row without goal is there for comparison."""
+"""What is timed; :mod:`polyattn.bench.cpu.goals` says what is wanted of it."""
 
 
 def quick(case: Case) -> Case:
-    """Return the case at an eighth of its lengths, without goals, which are for the real sizes."""
+    """Return the case at an eighth of its lengths, without a goal, which is for the real sizes."""
     s = case.size
     lengths = {n: max(1, getattr(s, n) // 8) for n in ("q_len", "kv_len")}
-    return dataclasses.replace(
-        case, size=dataclasses.replace(s, **lengths), goal=None, goal_gbs=None
-    )
+    return dataclasses.replace(case, size=dataclasses.replace(s, **lengths), goal=None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from polyattn.bench.cpu.goals import AMX, ZEN4, said
 from polyattn.bench.report import conditions, console, say
 
 __all__ = ["print_record"]
@@ -26,7 +27,7 @@ _CODES = (
 )
 _PEAK = (
     "of peak: useful operations over the matrix peak of this run; decode: bytes of keys and values "
-    "over its read bandwidth (what fits into the last cache may pass 100%)."
+    "over the median of its read rates (what fits into the last cache may pass 100%)."
 )
 
 
@@ -139,9 +140,26 @@ def _footer(record: Mapping[str, Any]) -> list[str]:
     lines = [repeats, conditions(record), *_engines(record)]
     lines += [f"{row['name']}: limited by {row['limit']}" for row in rows if row["limit"]]
     lines += [f"{row['name']}: wrong result: {row['wrong']}" for row in rows if row["wrong"]]
+    lines += [f"{name}: not run, {why}" for name, why in record["left_out"].items()]
     lines += _reasons(rows)
     if record["quick"]:
         return [*lines, "quick run at an eighth of the lengths: the goals are for the whole ones"]
-    judged = [*rows, *record["memory"]]
-    missed = [row["name"] for row in judged if row.get("met") is False]
-    return [*lines, f"goals missed: {', '.join(missed)}" if missed else "all goals met"]
+    return [*lines, *_verdict(record)]
+
+
+def _verdict(record: Mapping[str, Any]) -> list[str]:
+    lines = [f"goals over torch: those of {record['goals_of']}"]
+    if all(row["goal"] is None for row in record["rows"]):
+        lines = [f"goals over torch: stated for {ZEN4.name} and {AMX.name}, not for this processor"]
+    missed = [
+        f"goal missed: {row['name']}: {said(one)}"
+        for row in record["rows"]
+        for one in row.get("goals", ())
+        if not one["met"]
+    ]
+    missed += [
+        f"goal missed: {row['name']}: {row['ours_mib']:.1f} MiB (goal: at most {row['goal_mib']:g})"
+        for row in record["memory"]
+        if row.get("met") is False
+    ]
+    return [*lines, *(missed or ["all goals met"])]

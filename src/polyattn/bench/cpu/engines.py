@@ -25,6 +25,7 @@ from torch import Tensor
 
 from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import WINDOW
+from polyattn.bench.cpu.room import ENGINE, lacking
 from polyattn.bench.cpu.ways import Unable, Way
 from polyattn.errors import MissingDependency, PolyattnError
 
@@ -169,23 +170,40 @@ class Engines:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for engine in self._all:
-            engine.end()
+        self._end()
         self._folder.cleanup()
 
     def about(self) -> dict[str, Any]:
         """Return versions by engine, or why one cannot run here."""
         return {engine.name: engine.about() for engine in self._all}
 
-    def ways(self, inputs: Inputs) -> Iterator[Way | Unable]:
-        """Yield each engine's way to run a case."""
-        folder = Path(self._folder.name)
-        files = _written(inputs, folder) if self._all and not inputs.case.train else {}
+    def parties(self, inputs: Inputs) -> Iterator[list[Way | Unable]]:
+        """Yield each engine's way to run a case, as many together as the memory holds.
+
+        Those of a party end before the next one begins; mostly there is one of them all.
+        """
+        case, folder = inputs.case, Path(self._folder.name)
+        if case.train:
+            yield [Unable(engine.name, "is timed forward only") for engine in self._all]
+            return
+        files = _written(inputs, folder) if self._all else {}
+        party: list[Way | Unable] = []
+        crowded = False
         for engine in self._all:
-            if inputs.case.train:
-                yield Unable(engine.name, "is timed forward only")
-            else:
-                yield engine.way(inputs, files, folder)
+            if any(isinstance(way, Way) for way in party) and lacking(case, ENGINE):
+                yield party
+                self._end()
+                party, crowded = [], True
+            why = lacking(case, ENGINE)
+            party.append(Unable(engine.name, why) if why else engine.way(inputs, files, folder))
+        if party or not self._all:
+            yield party
+        if crowded:
+            self._end()
+
+    def _end(self) -> None:
+        for engine in self._all:
+            engine.end()
 
     def processes(self) -> list[int]:
         """Return the ids of the processes, whose time is not that of others."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -71,46 +72,64 @@ class Truth:
         out = call.heads_second(out.detach())
         return {"out": out[:, :, self.rows], "query": dq[:, :, self.rows], "key": dk, "value": dv}
 
-    def _wide(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the chosen rows of q and grad_out, (B, K, G, R, H); k and v, (B, K, 1, S, H)."""
-        call = self.inputs
-        q, k, v, g = (
-            call.heads_second(x.detach()) for x in (call.q, call.k, call.v, call.grad_out)
-        )
-        groups = (call.case.size.kv_heads, -1)
-        q, g = (x[:, :, self.rows].unflatten(1, groups).to(dtype) for x in (q, g))
-        return q, k.unsqueeze(2).to(dtype), v.unsqueeze(2).to(dtype), g
+    def _wide(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the entries of the batch, one after the other: a long cache is large in float64.
 
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        s = q @ k.mT / math.sqrt(q.shape[-1])
+        Each is the chosen rows of q and grad_out, (1, K, G, R, H); k and v, (1, K, 1, S, H); and
+        what is allowed, (1 or K, G or 1, R or 1, S), which is empty where all is.
+        """
+        call = self.inputs
+        groups = (call.case.size.kv_heads, -1)
+        for entry in range(call.case.size.batch):
+            q, k, v, g = (
+                call.heads_second(x.detach())[entry : entry + 1]
+                for x in (call.q, call.k, call.v, call.grad_out)
+            )
+            q, g = (x[:, :, self.rows].unflatten(1, groups).to(dtype) for x in (q, g))
+            k, v = (x.unsqueeze(2).to(dtype) for x in (k, v))
+            yield q, k, v, g, self._allowed(entry)
+
+    def _allowed(self, entry: int) -> Tensor:
         allowed = self.inputs.allowed
         if allowed is None:
-            return s
-        at_rows = allowed if allowed.shape[2] == 1 else allowed[:, :, self.rows]
-        return s.masked_fill(~at_rows.unsqueeze(2), -math.inf)
+            return torch.empty(0, dtype=torch.bool)
+        of_entry = allowed[entry : entry + 1] if allowed.shape[0] > 1 else allowed
+        at_rows = of_entry if of_entry.shape[2] == 1 else of_entry[:, :, self.rows]
+        return at_rows.unsqueeze(2)
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+        s = q @ k.mT / math.sqrt(q.shape[-1])
+        return s.masked_fill(~allowed, -math.inf) if allowed.numel() else s
 
     def _reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        q, k, v, g = self._wide(dtype)
         trains = self.inputs.case.train
-        leaves = [x.requires_grad_(trains) for x in (q, k, v)]
-        out = self._scores(q, k).softmax(-1) @ v
-        found = {"out": out.detach().flatten(1, 2)}
-        if trains:
-            dq, dk, dv = torch.autograd.grad(out, leaves, g)
-            found |= {"query": dq.flatten(1, 2), "key": dk.squeeze(2), "value": dv.squeeze(2)}
-        return found
+        found: dict[str, list[Tensor]] = {}
+        for q, k, v, g, allowed in self._wide(dtype):
+            leaves = [x.requires_grad_(trains) for x in (q, k, v)]
+            out = self._scores(q, k, allowed).softmax(-1) @ v
+            found.setdefault("out", []).append(out.detach().flatten(1, 2))
+            if trains:
+                dq, dk, dv = torch.autograd.grad(out, leaves, g)
+                found.setdefault("query", []).append(dq.flatten(1, 2))
+                found.setdefault("key", []).append(dk.squeeze(2))
+                found.setdefault("value", []).append(dv.squeeze(2))
+        return {name: torch.cat(entries) for name, entries in found.items()}
 
     def _scales(self) -> tuple[float, dict[str, Tensor]]:
         """Return the largest magnitude behind a score, and the sum of the magnitudes of terms."""
-        q, k, v, g = self._wide(torch.float64)
-        factor = 1 / math.sqrt(q.shape[-1])
-        size = q.abs() @ k.abs().mT * factor
-        weights = self._scores(q, k).softmax(-1)
-        scale = {"out": (weights @ v.abs()).flatten(1, 2)}
-        if self.inputs.case.train:
+        largest, found = 0.0, {}
+        for q, k, v, g, allowed in self._wide(torch.float64):
+            factor = 1 / math.sqrt(q.shape[-1])
+            size = q.abs() @ k.abs().mT * factor
+            largest = max(largest, float(size.max()))
+            weights = self._scores(q, k, allowed).softmax(-1)
+            found.setdefault("out", []).append((weights @ v.abs()).flatten(1, 2))
+            if not self.inputs.case.train:
+                continue
             dp = g.abs() @ v.abs().mT
             ds = weights * (dp + (weights * dp).sum(-1, keepdim=True))
-            scale["query"] = (ds @ k.abs()).flatten(1, 2) * factor
-            scale["key"] = (ds.mT @ q.abs()).sum(2) * factor
-            scale["value"] = (weights.mT @ g.abs()).sum(2)
-        return float(size.max()), scale
+            found.setdefault("query", []).append((ds @ k.abs()).flatten(1, 2) * factor)
+            found.setdefault("key", []).append((ds.mT @ q.abs()).sum(2) * factor)
+            found.setdefault("value", []).append((weights.mT @ g.abs()).sum(2))
+        return largest, {name: torch.cat(entries) for name, entries in found.items()}

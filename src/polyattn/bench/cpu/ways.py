@@ -34,8 +34,8 @@ class Way:
     """A way to run a case; `prepare_s`: what was made before the timer, in seconds by name.
 
     `timed`: takes a number of calls and returns their seconds and processor time, where another
-    process runs them; `call` then returns the result that it gave. `stands_for`: the arrays that
-    those of the way are right for, where they are not the case's.
+    process runs them; `call` then returns the result that it gave. `stands_for`: makes the arrays
+    that those of the way are right for, where they are not the case's.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Way:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare_s: tuple[tuple[str, float], ...] = ()
     timed: Callable[[int], tuple[float, float]] | None = None
-    stands_for: Inputs | None = None
+    stands_for: Callable[[], Inputs] | None = None
 
 
 @dataclass(frozen=True)

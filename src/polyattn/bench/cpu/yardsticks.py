@@ -1,12 +1,13 @@
 """What the machine can do, measured in the same run, with samples before every case.
 
 The matrix peak is that of independent multiply-adds from registers only; without the native module
-it is a matrix product into a preallocated output, which is a little less. The read bandwidth is
-that of a sum over more memory than the caches hold.
+it is a matrix product into a preallocated output, which is a little less. The read rate is that of
+a sum over more memory than the caches hold.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,8 +53,14 @@ class Yardsticks:
         self.samples.setdefault(name, []).extend(measure() for _ in range(_AT_ONCE))
 
     def of(self, name: str) -> float:
-        """Return the largest of the samples: what disturbs a sample can only make it smaller."""
-        return max(self.samples[name if name == "read" else self._kind(name)])
+        """Return what a row is measured against: the read rate's median, the largest of a peak.
+
+        What disturbs registers can only make a sample smaller. Memory is shared: the rate of the
+        moment when all others of the machine were silent is nothing that a call can count on.
+        """
+        if name == "read":
+            return statistics.median(self.samples[name])
+        return max(self.samples[self._kind(name)])
 
     def summary(self) -> dict[str, Any]:
         """Return the spread of each yardstick, and how it was measured."""
