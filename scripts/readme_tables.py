@@ -195,7 +195,7 @@ def _verdict(one: Mapping[str, Any]) -> str:
 
 def case_and_size(row: Mapping[str, Any]) -> str:
     """Return the name of a row without its dtype and layout."""
-    return row["name"].rpartition(")")[0] + ")"
+    return f"{row['name'].rpartition(')')[0]})"
 
 
 def _peers(record: Mapping[str, Any]) -> str:

@@ -75,32 +75,35 @@ class Truth:
     def _wide(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
         """Yield the entries of the batch, one after the other: a long cache is large in float64.
 
-        Each is the chosen rows of q and grad_out, (1, K, G, R, H); k and v, (1, K, 1, S, H); and
-        what is allowed, (1 or K, G or 1, R or 1, S), which is empty where all is.
+        Each is the chosen rows of q and grad_out, those of a group's heads below each other,
+        (K, G * R, H); k and v, (K, S, H); and what is allowed, (1, R or 1, S), or nothing at all.
         """
-        call = self.inputs
-        groups = (call.case.size.kv_heads, -1)
+        call, kv_heads = self.inputs, self.inputs.case.size.kv_heads
         for entry in range(call.case.size.batch):
             q, k, v, g = (
-                call.heads_second(x.detach())[entry : entry + 1]
+                call.heads_second(x.detach())[entry]
                 for x in (call.q, call.k, call.v, call.grad_out)
             )
-            q, g = (x[:, :, self.rows].unflatten(1, groups).to(dtype) for x in (q, g))
-            k, v = (x.unsqueeze(2).to(dtype) for x in (k, v))
-            yield q, k, v, g, self._allowed(entry)
+            q, g = (x[:, self.rows].unflatten(0, (kv_heads, -1)).flatten(1, 2) for x in (q, g))
+            yield *(x.to(dtype) for x in (q, k, v, g)), self._allowed(entry)
 
     def _allowed(self, entry: int) -> Tensor:
         allowed = self.inputs.allowed
         if allowed is None:
             return torch.empty(0, dtype=torch.bool)
-        of_entry = allowed[entry : entry + 1] if allowed.shape[0] > 1 else allowed
-        at_rows = of_entry if of_entry.shape[2] == 1 else of_entry[:, :, self.rows]
-        return at_rows.unsqueeze(2)
+        of_entry = allowed[entry if allowed.shape[0] > 1 else 0]
+        return of_entry if of_entry.shape[1] == 1 else of_entry[:, self.rows]
 
-    @staticmethod
-    def _scores(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
         s = q @ k.mT / math.sqrt(q.shape[-1])
-        return s.masked_fill(~allowed, -math.inf) if allowed.numel() else s
+        if not allowed.numel():
+            return s
+        by_head = s.unflatten(1, (-1, len(self.rows)))
+        return by_head.masked_fill(~allowed, -math.inf).flatten(1, 2)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Return rows of all heads, (1, N, R, H), from those of groups."""
+        return x.unflatten(1, (-1, len(self.rows))).flatten(0, 1).unsqueeze(0)
 
     def _reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         trains = self.inputs.case.train
@@ -108,28 +111,29 @@ class Truth:
         for q, k, v, g, allowed in self._wide(dtype):
             leaves = [x.requires_grad_(trains) for x in (q, k, v)]
             out = self._scores(q, k, allowed).softmax(-1) @ v
-            found.setdefault("out", []).append(out.detach().flatten(1, 2))
+            found.setdefault("out", []).append(self._by_head(out.detach()))
             if trains:
                 dq, dk, dv = torch.autograd.grad(out, leaves, g)
-                found.setdefault("query", []).append(dq.flatten(1, 2))
-                found.setdefault("key", []).append(dk.squeeze(2))
-                found.setdefault("value", []).append(dv.squeeze(2))
+                found.setdefault("query", []).append(self._by_head(dq))
+                found.setdefault("key", []).append(dk.unsqueeze(0))
+                found.setdefault("value", []).append(dv.unsqueeze(0))
         return {name: torch.cat(entries) for name, entries in found.items()}
 
     def _scales(self) -> tuple[float, dict[str, Tensor]]:
         """Return the largest magnitude behind a score, and the sum of the magnitudes of terms."""
-        largest, found = 0.0, {}
+        largest = 0.0
+        found: dict[str, list[Tensor]] = {}
         for q, k, v, g, allowed in self._wide(torch.float64):
             factor = 1 / math.sqrt(q.shape[-1])
             size = q.abs() @ k.abs().mT * factor
             largest = max(largest, float(size.max()))
             weights = self._scores(q, k, allowed).softmax(-1)
-            found.setdefault("out", []).append((weights @ v.abs()).flatten(1, 2))
+            found.setdefault("out", []).append(self._by_head(weights @ v.abs()))
             if not self.inputs.case.train:
                 continue
             dp = g.abs() @ v.abs().mT
             ds = weights * (dp + (weights * dp).sum(-1, keepdim=True))
-            found.setdefault("query", []).append((ds @ k.abs()).flatten(1, 2) * factor)
-            found.setdefault("key", []).append((ds.mT @ q.abs()).sum(2) * factor)
-            found.setdefault("value", []).append((weights.mT @ g.abs()).sum(2))
+            found.setdefault("query", []).append(self._by_head(ds @ k.abs()) * factor)
+            found.setdefault("key", []).append((ds.mT @ q.abs()).unsqueeze(0) * factor)
+            found.setdefault("value", []).append((weights.mT @ g.abs()).unsqueeze(0))
         return largest, {name: torch.cat(entries) for name, entries in found.items()}
