@@ -12,9 +12,9 @@ from polyattn.bench.cpu.cases import Case
 
 __all__ = ["free_bytes", "lacking", "need_bytes"]
 
-OURS = 4.5
+OURS = 5.0
 """Multiples that this process takes: keys and values as they are, in pages, as codes of two kinds,
-and what the codes stand for while they are checked."""
+and what the codes stand for while they are checked. Measured: 4.8 with eight sequences."""
 ENGINE = 3.5
 """Multiples that an engine takes: what it is given, its own form of it, and what it works with.
 
