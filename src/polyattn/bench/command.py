@@ -12,6 +12,7 @@ from polyattn.bench.generate import bench_generate as generate
 from polyattn.bench.harm import bench_harm as harm
 from polyattn.bench.jax import bench_jax
 from polyattn.bench.offload import bench_offload
+from polyattn.bench.programs import bench_programs
 from polyattn.bench.trace import bench_trace as trace
 from polyattn.errors import MissingDependency, PolyattnError
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands = {
             "compare": _compare, "cpu": _cpu, "generate": generate.run, "growth": _growth,
             "harm": harm.run, "jax": bench_jax.run, "offload": bench_offload.run,
-            "overhead": _overhead, "trace": trace.run,
+            "overhead": _overhead, "programs": bench_programs.run, "trace": trace.run,
         }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add(kinds)
     bench_jax.add(kinds)
     bench_offload.add(kinds)
+    bench_programs.add(kinds)
     trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")
     compare.add_argument("a", metavar="A.json")

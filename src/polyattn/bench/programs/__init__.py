@@ -1,0 +1,1 @@
+"""Whole models, as their libraries run them by default and with polyattn switched on."""
