@@ -107,6 +107,42 @@ SHOWN = (
 )  # fmt: skip
 
 
+def programs() -> str:
+    """Return what whole programs gained, one table for each record of ``bench programs``."""
+    found = sorted(RESULTS.glob("*/programs.json"))
+    return "\n\n".join(map(_programs, found)) or "No record of `polyattn bench programs` is here."
+
+
+def _programs(path: Path) -> str:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    machine, versions = record["machine"], record["versions"]
+    names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "diffusers"))
+    level = level_of(frozenset(machine["flags"]))
+    where = (
+        f"{machine['cpu']} with {level}, {machine['cores']} cores, {names}, {record['date'][:10]}, "
+        f"by `{record['command']}`: [the record]({path.relative_to(ROOT).as_posix()}). Time of the "
+        "library's own default over that with polyattn:"
+    )
+    heads = ["| program | its default | float32 | bfloat16 |", "|---|---|---:|---:|"]
+    lines = [where, "", *heads]
+    rows: dict[str, dict[str, Any]] = {}
+    for row in record["rows"]:
+        program, _, dtype = row["name"].rpartition(" ")
+        rows.setdefault(program, {})[dtype] = row
+    for program, of in rows.items():
+        stock = next(iter(of.values()))["stock"]
+        cells = (_gain(of.get(dtype)) for dtype in ("fp32", "bf16"))
+        lines.append(f"| {program} | {stock} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _gain(row: Mapping[str, Any] | None) -> str:
+    if row is None or row["ratio"] is None or row["wrong"]:
+        return "-"
+    missed = "" if row["met"] else f" (goal {row['goal']:g})" if row["met"] is False else " (noisy)"
+    return f"{row['ratio']['median']:.2f}{missed}"
+
+
 def cpu() -> str:
     """Return what was measured of the CPU kernel, one part for each folder of records."""
     folders = {
@@ -238,7 +274,7 @@ def variables() -> str:
 
 
 PAGES = {
-    "README.md": {"backends": lambda: table(registry), "costs": costs},
+    "README.md": {"programs": programs, "backends": lambda: table(registry), "costs": costs},
     "docs/cpu.md": {"cpu": cpu},
     "docs/command-line.md": {"settings": variables},
 }
