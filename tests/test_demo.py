@@ -81,6 +81,14 @@ def test_what_it_claims_is_what_was_measured(
     assert f"{0.2 / ours:.2f} x as fast" in line and "1.11 x as fast" in line
 
 
+def test_what_it_says_of_another_model_was_measured(demo: ModuleType) -> None:
+    found = {"tokens": 2048, "ratio": {"median": 3.21}, "seconds": {"eager": 3.0, "polyattn": 1.0}}
+    line = demo.other_gain(found)
+    assert "2,048 tokens" in line and "3.00 s" in line and line.endswith("3.21 x as fast")
+    refused = {"tokens": 2048, "ratio": None, "cannot": {"polyattn": "no kernel"}}
+    assert "could not be run" in demo.other_gain(refused)
+
+
 @pytest.mark.slow
 def test_questions_are_answered_by_the_right_pages(demo: ModuleType) -> None:
     _require_model()
@@ -125,5 +133,9 @@ def test_embed_sentences() -> None:
     assert found["times"]["speedup"]["rounds"] == 5
     for name in ("stock", "polyattn"):
         assert 0 < found["times"][name]["attention_s"] < found["times"][name]["max_s"]
+    other = found["elsewhere"]
+    assert (
+        not other["wrong"] and other["ratio"]["median"] > 0 and set(other["ran"]) >= {"native_cpu"}
+    )
     for stage in ("trying the model's dtypes", "embedding, stock", "tuning", "comparing"):
         assert stage in done.stderr  # progress, where there is no terminal, too
