@@ -42,7 +42,7 @@ What to do next:
   polyattn run YOUR_PROGRAM.py        what it runs attention on, and why
   polyattn doctor                     what this machine has, and how to get the rest
   polyattn bench programs             what whole models gain here
-  examples/README.md                  language, image, video, and a port that is wrong, a minute each"""
+  examples/README.md                  language, image, video, a port that is wrong: a minute each"""
 LEAST_COSINE = {"float32": 0.99999, "bfloat16": 0.999}  # 3 digits are what bfloat16 has
 
 
