@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,7 +128,7 @@ def test_not_takes_masks_alone() -> None:
         Not([[True]])  # type: ignore[arg-type]
     for packed in (Packed([0, 2]), Packed([0, 2]) & Causal()):
         with pytest.raises(InvalidProblem, match=r"got ~\(Packed.*Packed\(\.\.\.\) & ~mask"):
-            ~packed
+            Not(packed)
     with pytest.raises(InvalidProblem, match="`not`"):
         bool(~Causal())
 
@@ -143,6 +144,12 @@ def test_chunks_are_cut_on_the_alignment() -> None:
 def test_distances_go_both_ways() -> None:
     assert Dilated(2).picture(2, 4) == "#.#.\n.#.#"
     assert Dilated(3).picture(5, 2) == "#.\n.#\n..\n#.\n.#"
+
+
+def test_documents_are_segments_of_their_lengths() -> None:
+    for lengths in ([2, 0, 3], np.array([2, 0, 3])):
+        assert Segments.of_lengths(lengths) == Segments([0, 0, 2, 2, 2])
+    assert (Segments.of_lengths([1, 2]) & Causal()).picture(3, 3) == "#..\n.#.\n.##"
 
 
 def test_what_the_lengths_show() -> None:
@@ -201,8 +208,12 @@ def test_truth_and_wrong_joins() -> None:
         lambda: PrefixLM(3),
         lambda: LeftPadding([[1]]),
         lambda: LeftPadding(kv_starts=[0.5]),
+        lambda: Segments.of_lengths([2, -1]),
+        lambda: Segments.of_lengths([[2]]),
+        lambda: Segments.of_lengths(3),
         lambda: Chunked(0),
         lambda: Chunked(8.0),
+        lambda: Chunked(1 << 31),
         lambda: Dilated(0),
         lambda: Dilated(True),
         lambda: FirstKeys(-1),

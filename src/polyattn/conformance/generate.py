@@ -6,7 +6,7 @@ from random import Random
 
 from polyattn.conformance.cases import Case, Tree
 from polyattn.masks import LEAVES, Causal
-from polyattn.masks.base import Align
+from polyattn.masks.index import Align
 from polyattn.problem import CODES
 
 __all__ = ["random_case"]

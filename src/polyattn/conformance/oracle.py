@@ -176,7 +176,8 @@ def _dense(mask: Any, at: Place, picture: Array) -> None:
 _LEAVES: dict[str, Any] = {
     "Full": _full, "Packed": _full, "Causal": _causal, "Window": _window, "Padding": _padding,
     "LeftPadding": _left_padding, "Chunked": _chunks, "Dilated": _dilated,
-    "FirstKeys": _first_keys, "Segments": _segments, "PrefixLM": _prefix, "BlockMap": _blocks, "Dense": _dense,
+    "FirstKeys": _first_keys, "Segments": _segments, "PrefixLM": _prefix, "BlockMap": _blocks,
+    "Dense": _dense,
 }  # fmt: skip
 
 

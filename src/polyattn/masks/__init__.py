@@ -17,8 +17,9 @@ Letters: `B` batch, `T` query length, `S` key length, `N` query heads.
 
 from __future__ import annotations
 
-from polyattn.masks.base import And, Full, Index, Mask, Not, Or
+from polyattn.masks.base import And, Full, Mask, Not, Or
 from polyattn.masks.explicit import BlockMap, Dense
+from polyattn.masks.index import Index
 from polyattn.masks.patterns import Chunked, Dilated, FirstKeys
 from polyattn.masks.positional import Causal, PrefixLM, Window
 from polyattn.masks.sequences import LeftPadding, Packed, Padding, Segments

@@ -1,47 +1,22 @@
-"""What all masks share: coordinates, joining with &, | and ~, signatures, pictures."""
+"""What all masks share: joining with &, | and ~, signatures, pictures."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.needs import Arrays, Call, Sizes, Writer
+from polyattn.masks.examples import Examples
+from polyattn.masks.index import Align, Index
+from polyattn.masks.needs import Call, Writer
 from polyattn.masks.payload import same
 
-__all__ = ["Align", "And", "Full", "Index", "Mask", "Not", "Or", "store"]
-
-Align = Literal["bottom_right", "top_left"]
+__all__ = ["And", "Full", "Mask", "Not", "Or"]
 
 
-@dataclass(frozen=True)
-class Index:
-    """The coordinates at which a mask is asked: integers or broadcastable integer arrays.
-
-    `t` and `j` count within a sequence; `b` is the batch entry, or the sequence when packed.
-    """
-
-    b: Any
-    n: Any
-    t: Any
-    j: Any
-    q_len: Any
-    kv_len: Any
-    align: str = "bottom_right"
-    same_sequence: Any = True
-    q_token: Any = None  # the query's place in the packed row, when that is not `t`
-    kv_token: Any = None
-
-    @property
-    def diagonal(self) -> Any:
-        """The key position that query `t` stands at."""
-        return self.t if self.align == "top_left" else self.t + (self.kv_len - self.q_len)
-
-
-class Mask:
+class Mask(Examples):
     """The base of all masks; see the module's text for what masks share.
 
     A class says `arguments`, `signature` and `allows`; with arrays also `map`, `check`, `brackets`
@@ -179,29 +154,6 @@ class Mask:
         else:
             to.band(*band)
 
-    @classmethod
-    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
-        """Draw the numbers of an example: what JSON can say of it, whatever the sizes."""
-        return ()
-
-    @classmethod
-    def brackets(cls, sizes: Sizes, *numbers: Any) -> tuple[Any, ...]:
-        """Return what the signature of an example has in its brackets: numbers, shapes of arrays.
-
-        `numbers` are those of `draw`; without them it is the example that explains the class.
-        """
-        return numbers
-
-    @classmethod
-    def filled(cls, sizes: Sizes, arrays: Arrays, *brackets: Any, **named: Any) -> Mask:
-        """Make a mask whose signature has these brackets, with arrays that fit the sizes."""
-        return cls(*brackets, **named)
-
-    @classmethod
-    def example(cls, sizes: Sizes, arrays: Arrays, *numbers: Any) -> Mask:
-        """Make the mask of these numbers, as `draw` gives them, or one that explains the class."""
-        return cls.filled(sizes, arrays, *cls.brackets(sizes, *numbers))
-
     def picture(self, q_len: int = 4, kv_len: int = 4, batch: int = 0, head: int = 0) -> str:
         """Draw the mask of one batch entry and head, ``#`` where a query attends a key."""
         align = self.align or "bottom_right"
@@ -337,6 +289,11 @@ class Not(Mask):
         return (self.member,)
 
     @property
+    def members(self) -> tuple[Mask, ...]:
+        """The member, as what joins several masks has them."""
+        return (self.member,)
+
+    @property
     def parts(self) -> tuple[Mask, ...]:
         return (self.member,)
 
@@ -432,8 +389,3 @@ def _alignment(members: Sequence[Mask]) -> Align | None:
             )
         found = mask.align
     return found
-
-
-def store(mask: Mask, name: str, value: Any) -> None:
-    """Set a field of a frozen mask while it is being made."""
-    object.__setattr__(mask, name, value)

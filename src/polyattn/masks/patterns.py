@@ -7,15 +7,21 @@ from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Align, Full, Index, Mask, Not
-from polyattn.masks.needs import Sizes
+from polyattn.masks.base import Full, Mask, Not
+from polyattn.masks.index import Align, Index
+from polyattn.masks.needs import Sizes, Writer
 
 __all__ = ["Chunked", "Dilated", "FirstKeys"]
 
 
+_MOST = (1 << 31) - 1  # that every library of arrays takes beside its indices
+
+
 def _counted(what: str, number: Any, least: int) -> None:
-    if type(number) is not int or number < least:
-        raise InvalidProblem(f"got {what}={number!r}), expected a number of keys >= {least}.")
+    if type(number) is not int or not least <= number <= _MOST:
+        raise InvalidProblem(
+            f"got {what}={number!r}), expected a number of keys from {least} to 2**31 - 1."
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -63,6 +69,9 @@ class Chunked(Mask):
     def range_of_keys(self, first: int, last: int) -> tuple[int | None, int | None]:
         return first // self.size * self.size, (last // self.size + 1) * self.size
 
+    def write(self, to: Writer) -> None:
+        to.own_chunk(self.size)
+
     @classmethod
     def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
         return (rng.choice((1, 2, 3, 5, 8, 16, 64)),)
@@ -109,6 +118,9 @@ class Dilated(Mask):
 
     def simplified(self, q_len: int, kv_len: int, offset: int) -> Mask:
         return Full() if self.step == 1 else self
+
+    def write(self, to: Writer) -> None:
+        to.steps(self.step)
 
     @classmethod
     def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
@@ -161,6 +173,9 @@ class FirstKeys(Mask):
 
     def range_of_keys(self, first: int, last: int) -> tuple[int | None, int | None]:
         return 0, self.count
+
+    def write(self, to: Writer) -> None:
+        to.first_keys(self.count)
 
     @classmethod
     def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:

@@ -8,10 +8,11 @@ from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Align, Full, Index, Mask, store
+from polyattn.masks.base import Full, Mask
 from polyattn.masks.fits import fits
+from polyattn.masks.index import Align, Index
 from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
-from polyattn.masks.payload import at, describe, integers
+from polyattn.masks.payload import at, describe, integers, store
 
 __all__ = ["Causal", "PrefixLM", "Window"]
 
