@@ -56,8 +56,15 @@ Term read_term(nb::handle value) {
       {"(5, ptr, bytes, batch, head, row, column, block_q, block_k)", 9},
       {"(6, ptr, bytes, batch, head, row, column)", 7},
       {"(7,)", 1},
-      {"(8,)", 1}};
-  if (kind < 0 || kind > 8) refuse("a mask term's kind is not 0 to 8");
+      {"(8,)", 1},
+      {"(9, starts_ptr, bytes)", 3},
+      {"(10, starts_ptr, bytes)", 3},
+      {"(11, size, bottom_right)", 3},
+      {"(12, count)", 2},
+      {"(13, step, bottom_right)", 3},
+      {"(14,)", 1}};
+  static_assert(sizeof(forms) / sizeof(forms[0]) == kTermKinds);
+  if (kind < 0 || kind >= kTermKinds) refuse("a mask term's kind is not 0 to 14");
   Reader reader(value, "term", forms[kind].text, forms[kind].count);
   Term term;
   term.kind = static_cast<TermKind>(reader.integer());
@@ -67,8 +74,18 @@ Term read_term(nb::handle value) {
       term.high = reader.integer();
       term.bottom_right = reader.integer() != 0;
       break;
+    case TermKind::chunk:
+    case TermKind::step:
+      term.size = reader.integer();
+      term.bottom_right = reader.integer() != 0;
+      break;
+    case TermKind::first_keys:
+      term.size = reader.integer();
+      break;
     case TermKind::kv_limit:
     case TermKind::q_limit:
+    case TermKind::kv_start:
+    case TermKind::q_start:
       term.lengths = reader.pointer<const int64_t>();
       term.extent = read_extent(reader);
       break;
@@ -96,6 +113,7 @@ Term read_term(nb::handle value) {
     case TermKind::everything:
     case TermKind::both:
     case TermKind::either:
+    case TermKind::complement:
       break;
   }
   return term;

@@ -143,6 +143,7 @@ const char* check_term(const Arguments& a, const Term& term) {
     case TermKind::everything:
     case TermKind::both:
     case TermKind::either:
+    case TermKind::complement:
       return nullptr;
     case TermKind::band:
       if (term.low < -kUnbounded || term.low > kUnbounded || term.high < -kUnbounded ||
@@ -150,8 +151,17 @@ const char* check_term(const Arguments& a, const Term& term) {
         return "a band's limits must lie within -2**62 and 2**62";
       }
       return nullptr;
+    case TermKind::chunk:
+    case TermKind::step:
+      if (term.size < 1 || term.size > kUnbounded) return "a chunk's or a step's size must be 1 to 2**62";
+      return nullptr;
+    case TermKind::first_keys:
+      if (term.size < 0 || term.size > kUnbounded) return "the number of first keys must be 0 to 2**62";
+      return nullptr;
     case TermKind::kv_limit:
     case TermKind::q_limit:
+    case TermKind::kv_start:
+    case TermKind::q_start:
       return check_lengths(a, term);
     case TermKind::segments:
       return check_segments(a, term);
@@ -159,17 +169,22 @@ const char* check_term(const Arguments& a, const Term& term) {
     case TermKind::dense:
       return check_bytes(a, term);
   }
-  return "a mask term's kind is not 0 to 8";
+  static_assert(kTermKinds == 15);
+  return "a mask term's kind is not 0 to 14";
 }
 
-bool joins(const Term& term) { return term.kind == TermKind::both || term.kind == TermKind::either; }
+// By how many masks the stack grows.
+int places(const Term& term) {
+  if (term.kind == TermKind::complement) return 0;
+  return term.kind == TermKind::both || term.kind == TermKind::either ? -1 : 1;
+}
 
 const char* check_program(const Arguments& a) {
   if (a.terms < 0 || a.terms > kMaxTerms) return "a mask must have 0 to 32 terms";
   int depth = 0;
   for (int i = 0; i < a.terms; ++i) {
     if (const char* complaint = check_term(a, a.term[i])) return complaint;
-    depth += joins(a.term[i]) ? -1 : 1;
+    depth += places(a.term[i]);
     if (depth < 1) return "a mask term joins two masks, but only one is there";
     if (depth > kMaxDepth) return "a mask is nested more than 8 deep";
   }
@@ -215,16 +230,19 @@ const char* check_packed(const Arguments& a, Pass pass) {
 }
 
 // The keys that some query of sequence b may see: below every kv_limit that the rest of the mask is
-// joined to by "and". In postfix order, walked from the end, a join comes before its two masks.
+// joined to by "and". In postfix order, walked from the end, a join comes before its two masks, and a
+// complement before its one.
 int64_t reachable_keys(const Arguments& a, int64_t b) {
   int64_t limit = a.kv_len;
-  int skip = 0;  // masks under an "either", which bound nothing by themselves
+  int skip = 0;  // masks under an "either" or a complement, which bound nothing by themselves
   for (int i = a.terms - 1; i >= 0; --i) {
     const Term& term = a.term[i];
     if (skip > 0) {
-      skip += joins(term) ? 1 : -1;
+      skip -= places(term);
     } else if (term.kind == TermKind::either) {
       skip = 2;
+    } else if (term.kind == TermKind::complement) {
+      skip = 1;
     } else if (term.kind == TermKind::kv_limit) {
       limit = std::min(limit, term.lengths[b]);
     }

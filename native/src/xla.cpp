@@ -27,7 +27,6 @@ using xla::Type;
 
 enum Layout : int64_t { kRowsFirst = 0, kHeadsFirst = 1, kPacked = 2 };
 constexpr int kWidth = 4;  // integers of a term, as polyattn/native/program.py writes them
-constexpr int64_t kOffsets = 9;
 constexpr int kHeading = 5;
 
 struct Refused : std::runtime_error {
@@ -233,22 +232,29 @@ class Call {
     int64_t arrays = 0;
     for (size_t i = kHeading; i < numbers_.size(); i += kWidth) {
       const int64_t kind = numbers_[i], x = numbers_[i + 1], y = numbers_[i + 2], z = numbers_[i + 3];
-      if (kind == kOffsets) {
+      if (kind == kTermKinds) {  // no term: where packed sequences lie
         a_.cu_q = long_integers(named(x)), a_.cu_q_extent = long_extent(named(x));
         a_.cu_kv = long_integers(named(y)), a_.cu_kv_extent = long_extent(named(y));
         a_.batch = count(named(x)) - 1;
         arrays = std::max({arrays, x + 1, y + 1});
         continue;
       }
-      if (kind < 0 || kind > kOffsets || a_.terms >= kMaxTerms) refuse("got a program that is none");
+      if (kind < 0 || kind > kTermKinds || a_.terms >= kMaxTerms) refuse("got a program that is none");
       Term& term = a_.term[a_.terms++];
       term.kind = static_cast<TermKind>(kind);
       switch (term.kind) {
         case TermKind::band:
           term.low = x, term.high = y, term.bottom_right = z != 0;
           break;
+        case TermKind::chunk:
+        case TermKind::step:
+        case TermKind::first_keys:
+          term.size = x, term.bottom_right = y != 0;
+          break;
         case TermKind::kv_limit:
         case TermKind::q_limit:
+        case TermKind::kv_start:
+        case TermKind::q_start:
           term.lengths = long_integers(named(x)), term.extent = long_extent(named(x));
           arrays = std::max(arrays, x + 1);
           break;
@@ -267,6 +273,7 @@ class Call {
         case TermKind::everything:
         case TermKind::both:
         case TermKind::either:
+        case TermKind::complement:
           break;
       }
     }
@@ -324,9 +331,7 @@ class Call {
   void read_dbias(const Buffer& x) {
     expect(x, Type::f32, 4);
     std::memset(x.data, 0, static_cast<size_t>(extent(x).bytes));  // it is added to
-    struct {
-      int64_t batch, head, row, column;
-    } step;
+    Bias step;
     steps(x, step);
     a_.dbias = static_cast<float*>(x.data);
     a_.dbias_extent = extent(x);

@@ -8,112 +8,19 @@
 #include <functional>
 #include <limits>
 
+#include "ordinary_calls.h"
 #include "polyattn/arguments.h"
 
+namespace polyattn::testing {
 namespace {
-
-using polyattn::Arguments;
-using polyattn::Array;
-using polyattn::DType;
-using polyattn::Extent;
-using polyattn::Pass;
-using polyattn::Term;
-using polyattn::TermKind;
 
 constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
 constexpr int64_t kSmallest = std::numeric_limits<int64_t>::min();
 
 int failures = 0;
 
-alignas(64) float numbers[64];
-int64_t offsets_q[] = {0, 2, 5}, offsets_k[] = {0, 0, 7};
-int64_t lengths[] = {5, 17}, ids[32], table[] = {0, 2, -1, 3, 1, 9};
-uint8_t bytes[64];
-// check() reads no element of the arrays themselves.
-void* const anywhere = numbers;
-
-// B=2, N=4, K=2, T=5, S=7, H=8, Hv=16.
-Arguments plain() {
-  Arguments a;
-  a.batch = 2;
-  a.q_heads = 4;
-  a.kv_heads = 2;
-  a.q_len = 5;
-  a.kv_len = 7;
-  a.head_dim = 8;
-  a.value_dim = 16;
-  a.q = a.dq = {anywhere, 4 * 5 * 8, 5 * 8, 8, {2 * 4 * 5 * 8 * 4}};
-  a.k = a.dk = {anywhere, 2 * 7 * 8, 8, 2 * 8, {2 * 2 * 7 * 8 * 4}};
-  a.v = a.dv = {anywhere, 2 * 7 * 16, 16, 2 * 16, {2 * 2 * 7 * 16 * 4}};
-  a.out = a.dout = {anywhere, 4 * 5 * 16, 16, 4 * 16, {2 * 4 * 5 * 16 * 4}};
-  a.lse = a.delta = {anywhere, 4 * 5, 5, 1, {2 * 4 * 5 * 4}};
-  return a;
-}
-
-Arguments packed() {
-  Arguments a = plain();
-  a.cu_q = offsets_q;
-  a.cu_kv = offsets_k;
-  a.cu_q_extent = a.cu_kv_extent = {3 * 8};
-  for (Array* array : {&a.q, &a.k, &a.v, &a.out, &a.lse, &a.dq, &a.dk, &a.dv, &a.dout, &a.delta}) {
-    array->batch = 0;
-  }
-  return a;
-}
-
-// Keys in pages of 8: up to 20 of them, 5 and 17 in use.
-Arguments paged() {
-  Arguments a = plain();
-  a.kv_len = 20;
-  a.pages = {table, 3, 8, 10, {6 * 8}};
-  a.k.extent = {(9 * 2 * 7 * 8 + 8 * 2 * 8) * 4};  // the last row of the last page
-  a.v.extent = {(9 * 2 * 7 * 16 + 8 * 2 * 16) * 4};
-  a.term[0].kind = TermKind::kv_limit;
-  a.term[0].lengths = lengths;
-  a.term[0].extent = {2 * 8};
-  a.terms = 1;
-  return a;
-}
-
-// Keys and values as codes, four of which share a scale.
-Arguments quantised() {
-  Arguments a = plain();
-  const polyattn::Scales scales = {numbers, 4, 2, {2 * 4 * 4}};
-  a.quantised = {polyattn::Codes::int8, 4, scales, scales};
-  a.k.extent = {2 * 2 * 7 * 8};
-  a.v.extent = {2 * 2 * 7 * 16};
-  return a;
-}
-
-Arguments with_terms(std::initializer_list<TermKind> kinds) {
-  Arguments a = plain();
-  for (const TermKind kind : kinds) {
-    Term& term = a.term[a.terms++];
-    term.kind = kind;
-    term.lengths = lengths;
-    term.q_ids = term.kv_ids = ids;
-    term.bytes = bytes;
-    term.block_q = term.block_k = 3;
-    const bool limit = kind == TermKind::q_limit || kind == TermKind::kv_limit;
-    term.extent = {kind == TermKind::segments ? 5 * 8 : limit ? 2 * 8 : 1};
-    term.kv_extent = {7 * 8};
-  }
-  return a;
-}
-
-Arguments with_bias() {
-  Arguments a = plain();
-  a.bias = {anywhere, DType::bf16, 0, 35, 7, 1, {4 * 35 * 2}};
-  a.dbias = numbers;
-  a.dbias_head = 35;
-  a.dbias_row = 7;
-  a.dbias_column = 1;
-  a.dbias_extent = {4 * 35 * 4};
-  return a;
-}
-
 void accept(const char* what, const Arguments& a, Pass pass) {
-  const char* complaint = polyattn::check(a, pass);
+  const char* complaint = check(a, pass);
   if (complaint == nullptr) return;
   ++failures;
   std::printf("FAILED: %s is refused: %s\n", what, complaint);
@@ -121,7 +28,7 @@ void accept(const char* what, const Arguments& a, Pass pass) {
 
 void accept(const char* what, const Arguments& a) {
   accept(what, a, Pass::forward);
-  const bool forward_only = a.pages.table != nullptr || a.quantised.codes != polyattn::Codes::none;
+  const bool forward_only = a.pages.table != nullptr || a.quantised.codes != Codes::none;
   if (!forward_only) accept(what, a, Pass::backward);
 }
 
@@ -129,7 +36,7 @@ void accept(const char* what, const Arguments& a) {
 void refuse(const char* part, Arguments a, const std::function<void(Arguments&)>& spoil,
             Pass pass = Pass::forward) {
   spoil(a);
-  const char* complaint = polyattn::check(a, pass);
+  const char* complaint = check(a, pass);
   if (complaint != nullptr && std::strstr(complaint, part) != nullptr) return;
   ++failures;
   std::printf("FAILED: expected a complaint about '%s', got %s\n", part,
@@ -145,6 +52,10 @@ void accepted() {
   accept("a bias", with_bias());
   accept("a mask", with_terms({TermKind::band, TermKind::segments, TermKind::dense, TermKind::both,
                                TermKind::either, TermKind::blocks, TermKind::both}));
+  accept("a mask and its complement",
+         with_terms({TermKind::chunk, TermKind::step, TermKind::both, TermKind::complement,
+                     TermKind::kv_start, TermKind::complement, TermKind::either, TermKind::q_start,
+                     TermKind::first_keys, TermKind::either, TermKind::both, TermKind::complement}));
   Arguments a = plain();
   a.lse.data = nullptr;
   accept("no lse", a, Pass::forward);
@@ -173,6 +84,14 @@ void accepted() {
   a.term[2].kind = TermKind::both;
   a.terms = 3;
   accept("a page table with lengths inside an 'and'", a);
+  a.term[1] = a.term[0];
+  a.term[0].kind = TermKind::chunk;
+  a.term[0].size = 3;
+  a.term[1].kind = TermKind::complement;
+  a.term[2] = paged().term[0];
+  a.term[3].kind = TermKind::both;
+  a.terms = 4;
+  accept("a page table with lengths beside a complement", a);
 }
 
 void sizes() {
@@ -235,6 +154,8 @@ void memories() {
   const auto term = [](Arguments& a) -> Extent& { return a.term[0].extent; };
   shorter("lengths", with_terms({TermKind::kv_limit}), term);
   shorter("lengths", with_terms({TermKind::q_limit}), term);
+  shorter("lengths", with_terms({TermKind::kv_start}), term);
+  shorter("lengths", with_terms({TermKind::q_start, TermKind::complement}), term);
   shorter("query segments", with_terms({TermKind::segments}), term);
   shorter("key segments", with_terms({TermKind::segments}),
           [](Arguments& a) -> Extent& { return a.term[0].kv_extent; });
@@ -289,14 +210,24 @@ void nothing() {
 void masks() {
   refuse("0 to 32 terms", plain(), [](Arguments& a) { a.terms = 33; });
   refuse("0 to 32 terms", plain(), [](Arguments& a) { a.terms = -1; });
-  refuse("kind", with_terms({static_cast<TermKind>(9)}), [](Arguments&) {});
+  refuse("kind", with_terms({static_cast<TermKind>(kTermKinds)}), [](Arguments&) {});
   refuse("only one", with_terms({TermKind::both}), [](Arguments&) {});
+  refuse("only one", with_terms({TermKind::complement}), [](Arguments&) {});
+  refuse("only one", with_terms({TermKind::band, TermKind::complement, TermKind::both}), [](Arguments&) {});
   refuse("only one", with_terms({TermKind::band, TermKind::either}), [](Arguments&) {});
   refuse("unjoined", with_terms({TermKind::band, TermKind::band}), [](Arguments&) {});
   refuse("8 deep", plain(), [](Arguments& a) { a.terms = 9; });
   const Arguments band = with_terms({TermKind::band});
   refuse("band", band, [](Arguments& a) { a.term[0].low = kSmallest; });
   refuse("band", band, [](Arguments& a) { a.term[0].high = kLargest; });
+  for (const TermKind kind : {TermKind::chunk, TermKind::step}) {
+    for (const int64_t size : {int64_t{0}, int64_t{-1}, kSmallest, kLargest}) {
+      refuse("size must be 1", with_terms({kind}), [size](Arguments& a) { a.term[0].size = size; });
+    }
+  }
+  for (const int64_t size : {int64_t{-1}, kSmallest, kLargest}) {
+    refuse("first keys", with_terms({TermKind::first_keys}), [size](Arguments& a) { a.term[0].size = size; });
+  }
   const Arguments limit = with_terms({TermKind::q_limit});
   refuse("no lengths", limit, [](Arguments& a) { a.term[0].lengths = nullptr; });
   refuse("int64", limit,
@@ -313,7 +244,7 @@ void masks() {
 
 void codes() {
   accept("codes", quantised());
-  refuse("codes must be", quantised(), [](Arguments& a) { a.quantised.codes = polyattn::Codes{3}; });
+  refuse("codes must be", quantised(), [](Arguments& a) { a.quantised.codes = Codes{3}; });
   for (const int64_t size : {int64_t{0}, int64_t{-1}, kSmallest, kLargest}) {
     refuse("block", quantised(), [size](Arguments& a) { a.quantised.block = size; });
   }
@@ -343,6 +274,10 @@ void packs_and_pages() {
     a.term[2].kind = TermKind::either;
     a.terms = 3;
   });
+  refuse("entry", paged(), [](Arguments& a) {  // so does a complement, even of a complement
+    a.term[1].kind = a.term[2].kind = TermKind::complement;
+    a.terms = 3;
+  });
   refuse("page_size", paged(), [](Arguments& a) { a.pages.page_size = 0; });
   refuse("no page table", paged(), [](Arguments& a) { a.pages.table = nullptr; });
   refuse("stride", paged(), [](Arguments& a) { a.pages.row = kLargest; });
@@ -364,9 +299,7 @@ void additions() {
   refuse("contiguous", with_bias(), [](Arguments& a) { a.dbias_row = 8; }, Pass::backward);
 }
 
-}  // namespace
-
-int main() {
+void every() {
   accepted();
   sizes();
   arrays();
@@ -376,6 +309,13 @@ int main() {
   memories();
   nothing();
   additions();
-  std::printf("check: %d failures\n", failures);
-  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace polyattn::testing
+
+int main() {
+  polyattn::testing::every();
+  std::printf("check: %d failures\n", polyattn::testing::failures);
+  return polyattn::testing::failures == 0 ? 0 : 1;
 }

@@ -8,8 +8,10 @@
 namespace polyattn::testing {
 
 std::string describe(const Arguments& a) {
-  static const char* const kinds[] = {"everything", "band",  "kv_limit", "q_limit", "segments",
-                                      "blocks",     "dense", "both",     "either"};
+  static const char* const kinds[] = {"everything", "band",  "kv_limit",   "q_limit", "segments",
+                                      "blocks",     "dense", "both",       "either",  "kv_start",
+                                      "q_start",    "chunk", "first_keys", "step",    "complement"};
+  static_assert(sizeof(kinds) / sizeof(kinds[0]) == kTermKinds);
   const auto number = [](auto value) { return std::to_string(value); };
   const char* const dtypes[] = {"f32", "bf16", "f16"};
   std::string text = std::string(dtypes[static_cast<int>(a.dtype)]) + " B=" + number(a.batch) +
@@ -39,6 +41,8 @@ std::string describe(const Arguments& a) {
       text += "(" + limit(term.low) + "," + limit(term.high) + (term.bottom_right ? ",br)" : ")");
     } else if (term.kind == TermKind::blocks) {
       text += "(" + number(term.block_q) + "x" + number(term.block_k) + ")";
+    } else if (term.size != 0) {
+      text += "(" + number(term.size) + (term.bottom_right ? ",br)" : ")");
     }
   }
   return text;

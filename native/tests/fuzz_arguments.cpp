@@ -140,7 +140,9 @@ class Call {
     const int64_t leaves = bytes_.below(4);
     for (int64_t i = 0; i < leaves; ++i) {
       Term& term = a_.term[a_.terms++];
-      term.kind = static_cast<TermKind>(bytes_.below(7));
+      const int64_t kind = bytes_.below(kTermKinds - 3);  // neither a join nor the complement, which is last
+      term.kind = static_cast<TermKind>(kind < 7 ? kind : kind + 2);
+      term.size = bytes_.below(100);
       term.bottom_right = bytes_.chance(128);
       if (bytes_.chance(128)) term.low = bytes_.below(40) - 20;
       if (bytes_.chance(128)) term.high = bytes_.below(40) - 20;
@@ -155,10 +157,11 @@ class Call {
       term.batch = bytes_.chance(128) ? rows * columns * a_.q_heads : 0;
       term.q_ids_batch = packed_ || bytes_.chance(128) ? 0 : a_.q_len;
       term.kv_ids_batch = packed_ || bytes_.chance(128) ? 0 : a_.kv_len;
-      for (int64_t* value : {&term.low, &term.high, &term.block_q, &term.block_k, &term.column, &term.row,
-                             &term.head, &term.batch, &term.q_ids_batch, &term.kv_ids_batch}) {
+      for (int64_t* value : {&term.low, &term.high, &term.size, &term.block_q, &term.block_k, &term.column,
+                             &term.row, &term.head, &term.batch, &term.q_ids_batch, &term.kv_ids_batch}) {
         field(*value);
       }
+      if (bytes_.chance(30)) a_.term[a_.terms++].kind = TermKind::complement;
       if (++depth == 2) {
         a_.term[a_.terms++].kind = bytes_.chance(128) ? TermKind::both : TermKind::either;
         --depth;
@@ -204,7 +207,8 @@ class Call {
   }
 
   static bool limits(const Term& term) {
-    return term.kind == TermKind::kv_limit || term.kind == TermKind::q_limit;
+    return term.kind == TermKind::kv_limit || term.kind == TermKind::q_limit ||
+           term.kind == TermKind::kv_start || term.kind == TermKind::q_start;
   }
 
   // False when the struct tells of more than can be made: no caller could have filled it.

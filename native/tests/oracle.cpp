@@ -49,6 +49,18 @@ bool term_visible(const Term& term, const Sequence& s, int64_t n, int64_t t, int
       return j < term.lengths[s.b];
     case TermKind::q_limit:
       return t < term.lengths[s.b];
+    case TermKind::kv_start:
+      return j >= term.lengths[s.b];
+    case TermKind::q_start:
+      return t >= term.lengths[s.b];
+    case TermKind::chunk: {  // of the key, whether the query stands in it
+      const int64_t own = t + (term.bottom_right ? s.kv_len - s.q_len : 0), begin = j / term.size * term.size;
+      return begin <= own && own < begin + term.size;
+    }
+    case TermKind::first_keys:
+      return j < term.size;
+    case TermKind::step:
+      return (j - t - (term.bottom_right ? s.kv_len - s.q_len : 0)) % term.size == 0;
     case TermKind::segments:
       return term.q_ids[s.place * term.q_ids_batch + s.q0 + t] ==
              term.kv_ids[s.place * term.kv_ids_batch + s.k0 + j];
@@ -235,6 +247,8 @@ bool visible(const Arguments& a, const Sequence& s, int64_t n, int64_t t, int64_
       --depth;
       stack[depth - 1] =
           kind == TermKind::both ? stack[depth - 1] && stack[depth] : stack[depth - 1] || stack[depth];
+    } else if (kind == TermKind::complement) {
+      stack[depth - 1] = !stack[depth - 1];
     } else {
       stack[depth++] = term_visible(a.term[i], s, n, t, j);
     }

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "quantised.h"
+#include "random_mask.h"
 
 namespace polyattn::testing {
 namespace {
@@ -15,11 +16,23 @@ class Maker {
   Maker(uint64_t seed, bool backward)
       : random_(seed), backward_(backward), made_(new Problem), a_(made_->a) {}
 
+  void* allocate(int64_t elements, int64_t width) {
+    // Half of the arrays start where malloc puts them, the others at any multiple of an element.
+    const int64_t front = random_.chance(0.5) ? 0 : random_.between(0, 40) * width;
+    made_->buffers.push_back(
+        std::make_unique<Buffer>(static_cast<size_t>(elements * width), static_cast<size_t>(front)));
+    return made_->buffers.back()->data();
+  }
+
+  auto allocator() {
+    return [this](int64_t elements, int64_t width) { return allocate(elements, width); };
+  }
+
   std::unique_ptr<Problem> make() {
     sizes();
     if (packed_) offsets();
     arrays();
-    mask();
+    MaskMaker(random_, a_, allocator()).mask(paged_lengths_);
     bias();
     extras();
     if (backward_) gradients();
@@ -29,14 +42,6 @@ class Maker {
   }
 
  private:
-  void* allocate(int64_t elements, int64_t width) {
-    // Half of the arrays start where malloc puts them, the others at any multiple of an element.
-    const int64_t front = random_.chance(0.5) ? 0 : random_.between(0, 40) * width;
-    made_->buffers.push_back(
-        std::make_unique<Buffer>(static_cast<size_t>(elements * width), static_cast<size_t>(front)));
-    return made_->buffers.back()->data();
-  }
-
   int64_t* integers(int64_t count) { return static_cast<int64_t*>(allocate(count, 8)); }
 
   void sizes() {
@@ -152,7 +157,7 @@ class Maker {
     a_.k = made_->k.array;
     a_.v = made_->v.array;
     if (coded) {
-      quantise(random_, a_, coded_, size, [this](int64_t n, int64_t width) { return allocate(n, width); });
+      quantise(random_, a_, coded_, size, allocator());
     }
     a_.out = made_->out.array;
     if (backward_ || random_.chance(0.8)) {
@@ -178,116 +183,11 @@ class Maker {
     pages.table = table;
     if (!random_.chance(0.6)) return;
     // Lengths, and entries that no key below them needs left wild.
-    paged_lengths_ = lengths(a_.kv_len);
+    paged_lengths_ = random_lengths(random_, a_, a_.kv_len, allocator());
     for (int64_t b = 0; b < a_.batch; ++b) {
       const int64_t length = std::max<int64_t>(0, paged_lengths_[b]);
       for (int64_t i = (length + pages.page_size - 1) / pages.page_size; i < columns; ++i) {
         table[b * pages.row + i] = random_.chance(0.5) ? -1 : std::numeric_limits<int64_t>::max();
-      }
-    }
-  }
-
-  const int64_t* lengths(int64_t total) {
-    int64_t* values = integers(a_.batch);
-    for (int64_t b = 0; b < a_.batch; ++b) {
-      values[b] = random_.chance(0.1) ? -3 : random_.chance(0.1) ? total + 7 : random_.between(0, total);
-    }
-    return values;
-  }
-
-  const int64_t* identifiers(int64_t rows, int64_t& stride) {
-    const bool shared = packed_ || random_.chance(0.2);
-    stride = shared ? 0 : rows;
-    const int64_t count = shared ? rows : rows * a_.batch;
-    int64_t* values = integers(count);
-    const bool sorted = random_.chance(0.6);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t t = rows > 0 ? i % rows : 0;
-      values[i] = sorted ? t * 3 / std::max<int64_t>(rows, 1) - 1 : random_.between(-1, 2);
-    }
-    return values;
-  }
-
-  // Contiguous over the dimensions that are not shared, or transposed in the last two.
-  void bytes(Term& term, int64_t rows, int64_t columns, double share) {
-    const bool whole = random_.chance(0.3);  // one value for whole rows or columns
-    const int64_t sizes[] = {whole && random_.chance(0.5) ? 1 : columns,
-                             whole && random_.chance(0.5) ? 1 : rows, random_.chance(0.5) ? 1 : a_.q_heads,
-                             random_.chance(0.5) ? 1 : a_.batch};
-    int64_t* const strides[] = {&term.column, &term.row, &term.head, &term.batch};
-    const int64_t count = contiguous(sizes, strides);
-    if (random_.chance(0.2) && sizes[0] > 1 && sizes[1] > 1) {
-      term.row = 1;
-      term.column = sizes[1];
-    }
-    uint8_t* values = static_cast<uint8_t*>(allocate(count, 1));
-    for (int64_t i = 0; i < count; ++i) values[i] = random_.chance(share);
-    term.bytes = values;
-  }
-
-  Term leaf() {
-    static constexpr int64_t blocks[] = {1, 7, 16, 32, 64, 64, 80, 128};
-    const int64_t reach = a_.q_len + a_.kv_len + 2;
-    Term term;
-    term.kind = static_cast<TermKind>(random_.between(0, 6));
-    switch (term.kind) {
-      case TermKind::band:
-        term.bottom_right = random_.chance(0.5);
-        if (random_.chance(0.6)) {
-          term.high = random_.chance(0.6) ? 0 : random_.between(-reach, reach);
-        }
-        if (random_.chance(0.5)) term.low = -random_.between(0, reach / 2);
-        break;
-      case TermKind::kv_limit:
-        term.lengths = lengths(a_.kv_len);
-        break;
-      case TermKind::q_limit:
-        term.lengths = lengths(a_.q_len);
-        break;
-      case TermKind::segments:
-        term.q_ids = identifiers(a_.q_len, term.q_ids_batch);
-        term.kv_ids = identifiers(a_.kv_len, term.kv_ids_batch);
-        break;
-      case TermKind::blocks:
-        term.block_q = random_.pick(blocks);
-        term.block_k = random_.pick(blocks);
-        bytes(term, (a_.q_len + term.block_q - 1) / term.block_q,
-              (a_.kv_len + term.block_k - 1) / term.block_k, random_.uniform(0.1, 0.9));
-        break;
-      case TermKind::dense:
-        bytes(term, a_.q_len, a_.kv_len, random_.chance(0.3) ? 0.05 : random_.uniform(0, 1));
-        break;
-      default:
-        break;
-    }
-    return term;
-  }
-
-  // Terms in random postfix order: joins as soon as two masks are there, or all at the end.
-  void mask() {
-    if (paged_lengths_ != nullptr) {
-      Term limit;
-      limit.kind = TermKind::kv_limit;
-      limit.lengths = paged_lengths_;
-      a_.term[a_.terms++] = limit;
-    } else if (random_.chance(0.25)) {
-      return;
-    }
-    int depth = a_.terms;
-    int64_t leaves = random_.chance(0.1) ? kMaxDepth : random_.between(depth == 0, 3);
-    const double eager = random_.chance(0.2) ? 0 : 0.6;
-    while (leaves > 0 || depth > 1) {
-      // The lengths of a page table must stay in force for all keys.
-      const bool lengths = paged_lengths_ != nullptr && depth == 2;
-      const bool join = leaves == 0 || depth == kMaxDepth || (!lengths && random_.chance(eager));
-      if (depth > 1 && join) {
-        const bool either = !lengths && random_.chance(0.4);
-        a_.term[a_.terms++].kind = either ? TermKind::either : TermKind::both;
-        --depth;
-      } else {
-        a_.term[a_.terms++] = leaf();
-        --leaves;
-        ++depth;
       }
     }
   }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from polyattn.cli import main
+from polyattn.masks import LEAVES, Packed
 from polyattn.selection.capabilities import Capabilities
 from polyattn.selection.registry import Backend, Missing, registry
 
@@ -135,7 +136,8 @@ class TestExplain:
         assert said in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        "name", ["Full", "Padding", "PrefixLM", "Segments", "Dense", "BlockMap"]
+        "name",
+        [kind.__name__ for kind in LEAVES if kind is not Packed] + ["~FirstKeys", "~padding"],
     )
     def test_every_mask(self, name, capsys):
         assert (

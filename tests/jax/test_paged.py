@@ -13,6 +13,9 @@ jnp = jax.numpy
 from polyattn import (
     Alibi,
     Causal,
+    Chunked,
+    Dilated,
+    FirstKeys,
     InvalidProblem,
     Padding,
     Segments,
@@ -27,7 +30,10 @@ from polyattn.selection.registry import registry
 PAGES, PAGE, N, K, H = 12, 8, 4, 2, 16
 TABLE = np.array([[0, 1, 2, 7], [3, 4, 99, 7], [5, 6, 8, 9]])
 LENGTHS = np.array([27, 11, 32])
-MASKS = (None, Causal(), Causal() & Window(left=7), Causal() | Window(left=0, right=2))
+MASKS = (
+    None, Causal(), Causal() & Window(left=7), Causal() | Window(left=0, right=2),
+    Chunked(10) & Causal(), Causal() & (Window(left=3) | FirstKeys(2)), ~Dilated(3),
+)  # fmt: skip
 
 
 def draw(seed: int, *shape: int) -> Any:
@@ -114,7 +120,7 @@ def test_only_the_definition_is_differentiated() -> None:
         ({"lengths": jnp.array([27, 1])}, "lengths"),
         ({"block_table": jnp.zeros(4, jnp.int32)}, "block table"),
         ({"block_table": TABLE.tolist()}, r"expected a jax\.Array"),
-        ({"mask": Padding(kv_lengths=jnp.array([1, 2, 3]))}, "Causal and Window"),
+        ({"mask": Padding(kv_lengths=jnp.array([1, 2, 3]))}, "masks of positions"),
         ({"mask": Causal("top_left")}, "bottom_right"),
         ({"layout": "packed"}, "BTNH"),
         ({"value_pages": VALUES[:3]}, "pages"),

@@ -166,6 +166,11 @@ def test_an_interrupt_keeps_what_is_done():
             )
         },
         {"mask": MaskFacts.parse("BlockMap(4, 4, 1x1x4x4)", None)},
+        {
+            "mask": MaskFacts.parse(
+                "~(LeftPadding(q=2, kv=None) & Dilated(3)) & (Chunked(8) | ~FirstKeys(2))", None
+            )
+        },
         {"mask": MaskFacts.parse("Dense(2x1x16x16)", None), "grad": True},
         {"bias": "DenseBias(4x16x16, float32)", "bias_grad": True, "grad": True},
         {"bias": "Alibi(4, float32)", "dtype": "bfloat16"},

@@ -9,9 +9,13 @@ import pytest
 from polyattn.masks import (
     BlockMap,
     Causal,
+    Chunked,
     Dense,
+    Dilated,
+    FirstKeys,
     Full,
     Index,
+    LeftPadding,
     Mask,
     Packed,
     Padding,
@@ -24,15 +28,21 @@ from polyattn.native.program import (
     BAND,
     BLOCKS,
     BOTH,
+    CHUNK,
+    COMPLEMENT,
     DENSE,
     EITHER,
     EVERYTHING,
+    FIRST_KEYS,
     KV_LIMIT,
+    KV_START,
     MOST_DEPTH,
     MOST_TERMS,
     PACKED,
     Q_LIMIT,
+    Q_START,
     SEGMENTS,
+    STEP,
     UNBOUNDED,
     WIDTH,
 )
@@ -77,6 +87,14 @@ def asked(term, b, n, t, j, q_len, kv_len):
     if kind == BAND:
         low, high, bottom_right = rest
         return low <= j - t - (kv_len - q_len if bottom_right else 0) <= high
+    if kind in (CHUNK, STEP):
+        size, bottom_right = rest
+        own = t + (kv_len - q_len if bottom_right else 0)
+        return j // size == own // size if kind == CHUNK else (j - own) % size == 0
+    if kind == FIRST_KEYS:
+        return j < rest[0]
+    if kind in (KV_START, Q_START):
+        return (j if kind == KV_START else t) >= entry(rest[0], b, long)
     if kind in (KV_LIMIT, Q_LIMIT):
         return (j if kind == KV_LIMIT else t) < entry(rest[0], b, long)
     if kind == SEGMENTS:
@@ -102,6 +120,8 @@ def picture(mask, dims=(B, N, T, S)):
             if term in ((BOTH,), (EITHER,)):
                 last, first = stack.pop(), stack.pop()
                 stack.append((first and last) if term == (BOTH,) else (first or last))
+            elif term == (COMPLEMENT,):
+                stack.append(not stack.pop())
             else:
                 stack.append(asked(term, *place, *dims[2:]))
             assert len(stack) <= MOST_DEPTH
@@ -135,6 +155,9 @@ def leaf(rng, align):
         block_map(draw.permuted(np.tile(np.arange(blocks), (*heads, 1)), axis=-1),
                   draw.integers(0, blocks + 1, heads)),
         Dense(draw.random(shape) > 0.5), Dense(draw.random(shape[::-1]).T > 0.5),
+        LeftPadding(rng.choice((None, [3, T])), rng.choice((None, draw.integers(0, S, B)))),
+        Chunked(rng.choice((1, 2, 3, 9))), Dilated(rng.choice((1, 2, 5, 9))),
+        FirstKeys(rng.choice((0, 1, 4, 99))),
     ]  # fmt: skip
     return rng.choice(every)
 
@@ -146,10 +169,10 @@ def tree(rng, align, depth):
     joined = parts[0]
     for part in parts[1:]:
         joined = joined & part if rng.random() < 0.5 else joined | part
-    return joined
+    return ~joined if rng.random() < 0.2 else joined
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_what_is_encoded_is_the_mask(seed: int) -> None:
     rng = Random(seed)
     mask = tree(rng, rng.choice(("bottom_right", "top_left")), depth=seed % 3)
@@ -169,6 +192,28 @@ def test_bands_joined_by_and_are_one_term() -> None:
 def test_bands_joined_by_or_stay_two() -> None:
     kinds = encode(Causal() | Window(left=2)).codes[::WIDTH]
     assert kinds == (BAND, BAND, EITHER)
+
+
+def test_complements_of_half_open_bands_are_bands() -> None:
+    program = encode(Causal("top_left") & ~Window(left=4))
+    assert program.codes == (BAND, -UNBOUNDED, -5, 0)
+    assert encode(~Causal() | FirstKeys(3)).codes[::WIDTH] == (BAND, FIRST_KEYS, EITHER)
+
+
+def test_complements_come_after_their_member() -> None:
+    def kinds(mask):
+        return encode(mask).codes[::WIDTH]
+
+    assert kinds(~Full()) == (EVERYTHING, COMPLEMENT)
+    assert kinds(~(Causal() & FirstKeys(3))) == (BAND, FIRST_KEYS, BOTH, COMPLEMENT)
+    assert kinds(Causal() & ~Chunked(2)) == (BAND, CHUNK, COMPLEMENT, BOTH)
+    assert kinds(~~(~Padding(None, [1, 2]))) == (KV_LIMIT, COMPLEMENT)
+
+
+def test_numbers_beyond_what_kernels_hold_mean_the_same() -> None:
+    huge = 1 << 70
+    assert encode(Window(huge, huge) & Causal()).codes == (BAND, -UNBOUNDED, 0, 1)
+    assert encode(~Window(left=huge)).codes == (BAND, -UNBOUNDED, -UNBOUNDED, 1)
 
 
 def test_window_takes_the_alignment_of_its_mask() -> None:

@@ -14,8 +14,12 @@ from polyattn import (
     Alibi,
     BlockMap,
     Causal,
+    Chunked,
     Dense,
     DenseBias,
+    Dilated,
+    FirstKeys,
+    LeftPadding,
     Packed,
     Padding,
     PrefixLM,
@@ -100,6 +104,13 @@ def _mask(d: dict[str, int], packed: bool, rng: random.Random) -> Any:
         "Window": lambda: Window(rng.choice([None, 0, 2]), rng.choice([None, 1, 40])),
         "Padding": lambda: Padding(kv_lengths=torch.randint(0, s + 1, (b,))),
         "Rows": lambda: Padding(q_lengths=[rng.randint(0, t) for _ in range(b)]),
+        "LeftPadding": lambda: LeftPadding(
+            [rng.randint(0, t) for _ in range(b)] if rng.random() < 0.3 else None,
+            torch.randint(0, s + 1, (b,)),
+        ),
+        "Chunked": lambda: Chunked(rng.choice([1, 3, 8])),
+        "Dilated": lambda: Dilated(rng.choice([1, 2, 5])),
+        "FirstKeys": lambda: FirstKeys(rng.choice([0, 2, 40])),
         "PrefixLM": lambda: PrefixLM(torch.randint(0, s + 1, (b,))),
         "Segments": lambda: Segments(torch.randint(0, 2, (b, t)), torch.randint(0, 2, (b, s))),
         "Dense": lambda: Dense(torch.rand(rng.choice([1, b]), rng.choice([1, n]), t, s) > 0.3),
@@ -111,11 +122,12 @@ def _mask(d: dict[str, int], packed: bool, rng: random.Random) -> Any:
         lengths = torch.arange(b + 1, dtype=torch.int32)
         parts: list[Any] = [Packed(lengths * t, lengths * s)]
         if rng.random() < 0.5:
-            parts.append(Causal() if rng.random() < 0.5 else Window(2, 0))
+            parts.append(rng.choice([Causal(), Window(2, 0), Chunked(2), ~FirstKeys(1)]))
         return parts[0] if len(parts) == 1 else parts[0] & parts[1]
     if rng.random() < 0.4:
         return None
     first, second = (of[rng.choice(list(of))]() for _ in range(2))
+    first = ~first if rng.random() < 0.15 else first
     if rng.random() < 0.7 or {first.align, second.align} >= {"top_left", "bottom_right"}:
         return first
     return first & second if rng.random() < 0.6 else first | second
@@ -152,6 +164,7 @@ def _spoil(call: Call, d: dict[str, int], packed: bool, rng: random.Random) -> N
         "dense mask too wide": ("mask", Dense(torch.ones(t, s + 1, dtype=torch.bool))),
         "dense mask of another batch": ("mask", Dense(torch.ones(b + 1, 1, t, s).bool())),
         "padding of another batch": ("mask", Padding(kv_lengths=torch.ones(b + 1).int())),
+        "starts of another batch": ("mask", ~LeftPadding(q_starts=torch.ones(b + 2).int())),
         "prefix of another batch": ("mask", Causal() & PrefixLM(torch.ones(b + 3).int())),
         "segments": ("mask", Segments(torch.zeros(t + 1).int(), torch.zeros(s).int())),
         "blocks": ("mask", BlockMap(4, 4, *nine)),

@@ -13,7 +13,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from polyattn import (
     Alibi,
     Causal,
+    Chunked,
     Dense,
+    Dilated,
+    FirstKeys,
+    Full,
+    LeftPadding,
+    Not,
     Packed,
     Padding,
     PolyattnError,
@@ -186,6 +192,10 @@ MASKS = [
     Segments(torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])),
     Dense(torch.rand(2, 1, 8, 8) > 0.5),
     Causal("top_left") | Segments(torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])),
+    LeftPadding([0, 2], LENGTHS) & Chunked(3),
+    Causal() & (Window(left=1) | FirstKeys(2)),
+    ~(Causal() & Dilated(2)),
+    ~Padding(kv_lengths=LENGTHS) | ~Full(),
 ]
 
 
@@ -193,6 +203,12 @@ MASKS = [
 @pytest.mark.parametrize("backend", ["sdpa_flash", "sdpa_math", "reference"])
 def test_masks_in_traced_code(mask: object, backend: str) -> None:
     f = Compiled(lambda q: attention(q, q, q, mask=mask, backend=backend))
+    f(inputs())
+
+
+def test_complements_made_inside_traced_code() -> None:
+    """By their class: Dynamo follows & and | of masks, and not ~."""
+    f = Compiled(lambda q: attention(q, q, q, mask=Not(Causal()) | Not(FirstKeys(3)) & Chunked(4)))
     f(inputs())
 
 

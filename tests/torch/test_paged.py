@@ -11,7 +11,7 @@ import torch
 
 from polyattn import record_selections, use_backend
 from polyattn.errors import InvalidProblem, Unsupported
-from polyattn.masks import Causal, Mask, Padding, Window
+from polyattn.masks import Causal, Chunked, Dilated, FirstKeys, Mask, Padding, Window
 from polyattn.selection.registry import Available, registry
 from polyattn.torch import attention, paged_attention
 
@@ -71,6 +71,9 @@ MASKS: dict[str, Mask | None] = {
     "causal": Causal(),
     "window": Causal() & Window(left=7),
     "either": Window(left=3, right=0) | Window(left=40, right=0),
+    "chunks": Chunked(10) & Causal(),
+    "first keys": Causal() & (Window(left=4) | FirstKeys(2)),
+    "complement": ~Dilated(3) & Causal(),
     "too_many_for_a_program": functools.reduce(
         operator.or_, (Window(left=3 * i, right=20 - i) for i in range(20))
     ),
@@ -166,7 +169,7 @@ def test_chosen_by_itself_and_refused_with_reasons() -> None:
         ({"table": torch.full((B, MOST), -1)}, "block table"),
         ({"mask": Causal("top_left")}, "bottom_right"),
         ({"mask": Padding(None, [1, 2, 3, 4])}, "length hides"),
-        ({"mask": torch.ones(1)}, "Causal and Window"),
+        ({"mask": torch.ones(1)}, "masks of positions"),
         ({"layout": "packed"}, "packing"),
         ({"v": torch.zeros(PAGES - 1, PAGE, K, H)}, "39 pages of values"),
         ({"v": torch.zeros(PAGES, PAGE + 1, K, H)}, "as many keys"),

@@ -10,7 +10,20 @@ import torch
 from polyattn import Causal, DenseBias, Problem, record_selections, use_backend
 from polyattn.errors import InvalidProblem, TuningError, Unsupported
 from polyattn.integrations.recording import Case
-from polyattn.masks import BlockMap, Dense, Mask, Packed, Padding, PrefixLM, Segments, Window
+from polyattn.masks import (
+    BlockMap,
+    Chunked,
+    Dense,
+    Dilated,
+    FirstKeys,
+    LeftPadding,
+    Mask,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+    Window,
+)
 from polyattn.masks.biases import Alibi
 from polyattn.measure.inputs import build
 from polyattn.selection.registry import Available, registry
@@ -76,6 +89,10 @@ MASKS: dict[str, Mask | None] = {
     "window": Causal() & Window(left=7),
     "either": Window(left=3, right=0) | Window(left=40, right=0),
     "padding": Padding(None, torch.tensor([50, 0])) & Causal(),
+    "left_padding": LeftPadding(None, torch.tensor([50, 0])) & Causal(),
+    "chunks": Chunked(30) & Causal(),
+    "first_keys": Causal() & (Window(left=20) | FirstKeys(4)),
+    "complement": ~(Dilated(3) | LeftPadding(None, torch.tensor([9, 100]))),
     "prefix": PrefixLM(torch.tensor([9, 100])),
     "segments": Segments(torch.zeros(B, 20).int(), torch.arange(S).div(50).int().repeat(B, 1)),
     "dense": Dense(normal(B, 1, 20, S, seed=9) > 0),

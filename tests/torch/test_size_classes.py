@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyattn import Causal, Dense, Padding, Window, record_selections
+from polyattn import Causal, Chunked, Dense, Dilated, FirstKeys, Padding, Window, record_selections
 from polyattn.errors import InvalidProblem
 from polyattn.masks import And, Full, Mask
 from polyattn.masks.biases import Alibi, DenseBias
@@ -226,6 +226,8 @@ MASKS: list[Mask | None] = [
     Window(left=30, right=70),
     Causal() & Window(left=45), Causal("top_left") & Window(left=33), Causal() | Window(left=60),
     Full(), And((Causal(), Window(left=0), Window(right=90))),
+    Chunked(40), Chunked(60) & Causal(), Causal("top_left") & Chunked(40), ~Chunked(70), Dilated(3),
+    Causal() & (Window(left=45) | FirstKeys(60)), ~FirstKeys(33) & Window(left=50),
 ]  # fmt: skip
 
 

@@ -10,7 +10,19 @@ import torch
 import torch._dynamo.testing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from polyattn import BlockMap, Causal, Dense, DenseBias, InvalidProblem, Padding, Segments, Window
+from polyattn import (
+    BlockMap,
+    Causal,
+    Chunked,
+    Dense,
+    DenseBias,
+    FirstKeys,
+    InvalidProblem,
+    LeftPadding,
+    Padding,
+    Segments,
+    Window,
+)
 from polyattn.torch import attention, explain
 from polyattn.torch import scaled_dot_product_attention as sdpa
 
@@ -67,7 +79,16 @@ def test_sizes_that_are_stood_in_for_alike_are_not_taken_for_each_other(batch: i
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("backend", [None, "native_cpu", "sdpa_math"])
-@pytest.mark.parametrize("mask", [None, Causal(), Padding(kv_lengths=[40, 70])], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        Causal(),
+        Padding(kv_lengths=[40, 70]),
+        LeftPadding(kv_starts=[40, 70]) & (Chunked(16) | ~FirstKeys(20)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("before_autograd", [False, True])
 def test_make_fx_in_every_mode(
     mode: str, backend: str | None, mask: Any, before_autograd: bool

@@ -32,21 +32,29 @@ struct Array {
 // t and j count from 0 within the sequence; T and S are its lengths.
 enum class TermKind : int32_t {
   everything = 0,
-  band = 1,      // low <= j - (t + offset) <= high, offset = bottom_right ? S - T : 0
-  kv_limit = 2,  // j < lengths[b]
-  q_limit = 3,   // t < lengths[b]
-  segments = 4,  // q_ids[b][t] == kv_ids[b][j]
-  blocks = 5,    // bits[b][n][t / block_q][j / block_k]
-  dense = 6,     // allowed[b][n][t][j]
-  both = 7,      // the last two terms joined by "and"
-  either = 8,    // the last two terms joined by "or"
+  band = 1,         // low <= j - (t + offset) <= high, offset = bottom_right ? S - T : 0
+  kv_limit = 2,     // j < lengths[b]
+  q_limit = 3,      // t < lengths[b]
+  segments = 4,     // q_ids[b][t] == kv_ids[b][j]
+  blocks = 5,       // bits[b][n][t / block_q][j / block_k]
+  dense = 6,        // allowed[b][n][t][j]
+  both = 7,         // the last two terms joined by "and"
+  either = 8,       // the last two terms joined by "or"
+  kv_start = 9,     // j >= lengths[b]
+  q_start = 10,     // t >= lengths[b]
+  chunk = 11,       // floor(j / size) == floor((t + offset) / size), the offset as a band's
+  first_keys = 12,  // j < size
+  step = 13,        // size divides j - (t + offset)
+  complement = 14,  // what the last term does not allow
 };
+constexpr int kTermKinds = 15;
 
 struct Term {
   TermKind kind = TermKind::everything;
   int32_t bottom_right = 0;
   int64_t low = -kUnbounded, high = kUnbounded;  // band
-  const int64_t* lengths = nullptr;              // kv_limit, q_limit: one for each batch entry
+  int64_t size = 0;                              // chunk, step: of one; first_keys: how many
+  const int64_t* lengths = nullptr;              // limits and starts: one for each batch entry
   const int64_t* q_ids = nullptr;                // segments; batch strides below, 0 = shared
   const int64_t* kv_ids = nullptr;
   int64_t q_ids_batch = 0, kv_ids_batch = 0;

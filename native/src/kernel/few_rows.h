@@ -37,13 +37,16 @@ class FewRows {
   void probabilities(Workspace& w, const Item* items, const Span* keys, int count, int64_t begin, int64_t end,
                      bool careful, Visit* visits) const {
     int64_t last = begin;
+    int tiles = 0;
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
       visits[i] = Visit();
       const int64_t low = larger(begin, keys[i].low / kTile * kTile), high = smaller(end, keys[i].high);
       if (low < high) plan<S, U>(a_, items[i].q, own.strips[0], low, high, own.words, &visits[i]);
       last = larger(last, keys[i].high);
+      tiles += visits[i].tiles;
     }
+    if (tiles == 0) return;
     locate(a_, a_.k, items[0].q, begin, last, reinterpret_cast<const C**>(w.keys_at));
     locate(a_, a_.v, items[0].q, begin, last, reinterpret_cast<const C**>(w.values_at));
     if constexpr (kCoded<C>) {

@@ -39,6 +39,8 @@ POLYATTN_INLINE uint64_t low_bits(int64_t n) {
   return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
+POLYATTN_INLINE int64_t floor_of(int64_t x, int64_t size) { return x / size - (x % size < 0); }
+
 POLYATTN_INLINE int64_t band_shift(const Term& term, const Sequence& q) {
   return term.bottom_right ? q.kv_len - q.q_len : 0;
 }
@@ -48,6 +50,21 @@ inline Cover cover_of_band(const Term& term, const Sequence& q, const Strip& s, 
   const int64_t least = j0 - (s.t_high + shift), most = j1 - 1 - (s.t_low + shift);
   if (most < term.low || least > term.high) return Cover::empty;
   return least >= term.low && most <= term.high ? Cover::full : Cover::mixed;
+}
+
+inline Cover cover_of_chunks(const Term& term, const Sequence& q, const Strip& s, int64_t j0, int64_t j1) {
+  const int64_t shift = band_shift(term, q);
+  const int64_t first = floor_of(s.t_low + shift, term.size), last = floor_of(s.t_high + shift, term.size);
+  const int64_t first_key = j0 / term.size, last_key = (j1 - 1) / term.size;
+  if (last_key < first || last < first_key) return Cover::empty;
+  return first == last && first_key == last_key ? Cover::full : Cover::mixed;
+}
+
+inline Cover cover_of_steps(const Term& term, const Sequence& q, const Strip& s, int64_t j0, int64_t j1) {
+  if (term.size == 1) return Cover::full;
+  const int64_t shift = band_shift(term, q);
+  const int64_t least = j0 - (s.t_high + shift), most = j1 - 1 - (s.t_low + shift);
+  return floor_of(least - 1, term.size) == floor_of(most, term.size) ? Cover::empty : Cover::mixed;
 }
 
 inline Cover cover_of_segments(const Term& term, const Sequence& q, const Strip& s, int64_t j0, int64_t j1) {
@@ -95,6 +112,20 @@ inline Cover cover_of_term(const Term& term, const Sequence& q, const Strip& s, 
       const int64_t limit = term.lengths[q.b];
       return s.t_low >= limit ? Cover::empty : s.t_high < limit ? Cover::full : Cover::mixed;
     }
+    case TermKind::kv_start: {
+      const int64_t start = term.lengths[q.b];
+      return j1 <= start ? Cover::empty : j0 >= start ? Cover::full : Cover::mixed;
+    }
+    case TermKind::q_start: {
+      const int64_t start = term.lengths[q.b];
+      return s.t_high < start ? Cover::empty : s.t_low >= start ? Cover::full : Cover::mixed;
+    }
+    case TermKind::chunk:
+      return cover_of_chunks(term, q, s, j0, j1);
+    case TermKind::first_keys:
+      return j0 >= term.size ? Cover::empty : j1 <= term.size ? Cover::full : Cover::mixed;
+    case TermKind::step:
+      return cover_of_steps(term, q, s, j0, j1);
     case TermKind::segments:
       return cover_of_segments(term, q, s, j0, j1);
     case TermKind::blocks:
@@ -116,6 +147,9 @@ inline Cover cover(const Arguments& a, const Sequence& q, const Strip& s, int64_
       const bool both = term.kind == TermKind::both;
       const Cover wins = both ? Cover::empty : Cover::full, yields = both ? Cover::full : Cover::empty;
       stack[depth - 1] = x == wins || y == wins ? wins : x == yields ? y : y == yields ? x : Cover::mixed;
+    } else if (term.kind == TermKind::complement) {
+      Cover& x = stack[depth - 1];
+      x = x == Cover::empty ? Cover::full : x == Cover::full ? Cover::empty : Cover::mixed;
     } else {
       stack[depth++] = cover_of_term(term, q, s, j0, j1);
     }
@@ -156,6 +190,24 @@ inline Span span(const Arguments& a, const Sequence& q, int64_t t_low, int64_t t
       case TermKind::q_limit:
         stack[depth++] = t_low >= term.lengths[q.b] ? Span{0, 0} : whole;
         break;
+      case TermKind::kv_start:
+        stack[depth++] = {clamped(term.lengths[q.b], q.kv_len), q.kv_len};
+        break;
+      case TermKind::q_start:
+        stack[depth++] = t_high < term.lengths[q.b] ? Span{0, 0} : whole;
+        break;
+      case TermKind::chunk: {
+        const int64_t shift = band_shift(term, q);
+        stack[depth++] = {clamped(floor_of(t_low + shift, term.size) * term.size, q.kv_len),
+                          clamped((floor_of(t_high + shift, term.size) + 1) * term.size, q.kv_len)};
+        break;
+      }
+      case TermKind::first_keys:
+        stack[depth++] = {0, clamped(term.size, q.kv_len)};
+        break;
+      case TermKind::complement:
+        stack[depth - 1] = whole;
+        break;
       default:
         stack[depth++] = whole;
     }
@@ -177,13 +229,50 @@ inline void words_of_term(const Term& term, const Sequence& q, const Strip& s, i
       return;
     }
     case TermKind::kv_limit: {
-      const uint64_t word = low_bits(term.lengths[q.b] - j0) & all;
+      const uint64_t word = low_bits(clamped(term.lengths[q.b], q.kv_len) - j0) & all;
       for (int r = 0; r < s.count; ++r) out[r] = word;
       return;
     }
     case TermKind::q_limit:
       for (int r = 0; r < s.count; ++r) out[r] = s.t[r] < term.lengths[q.b] ? all : 0;
       return;
+    case TermKind::kv_start: {
+      const uint64_t word = ~low_bits(clamped(term.lengths[q.b], q.kv_len) - j0) & all;
+      for (int r = 0; r < s.count; ++r) out[r] = word;
+      return;
+    }
+    case TermKind::q_start:
+      for (int r = 0; r < s.count; ++r) out[r] = s.t[r] >= term.lengths[q.b] ? all : 0;
+      return;
+    case TermKind::chunk: {
+      const int64_t shift = band_shift(term, q);
+      int64_t begin = 0;
+      for (int r = 0; r < s.count; ++r) {
+        const int64_t own = s.t[r] + shift;
+        if (r > 0 && own >= begin && own < begin + term.size) {
+          out[r] = out[r - 1];
+          continue;
+        }
+        begin = floor_of(own, term.size) * term.size;
+        out[r] = low_bits(begin + term.size - j0) & ~low_bits(begin - j0) & all;
+      }
+      return;
+    }
+    case TermKind::first_keys: {
+      const uint64_t word = low_bits(term.size - j0) & all;
+      for (int r = 0; r < s.count; ++r) out[r] = word;
+      return;
+    }
+    case TermKind::step: {
+      const int64_t shift = band_shift(term, q) - j0;
+      uint64_t comb = 0;
+      for (int64_t i = 0; i < kTile; i += term.size) comb |= uint64_t{1} << i;
+      for (int r = 0; r < s.count; ++r) {
+        const int64_t own = s.t[r] + shift, first = own - floor_of(own, term.size) * term.size;
+        out[r] = first < kTile ? comb << first & all : 0;
+      }
+      return;
+    }
     case TermKind::segments: {
       const int64_t* qs = term.q_ids + q.b * term.q_ids_batch + q.q_base;
       const int64_t* ks = term.kv_ids + q.b * term.kv_ids_batch + q.kv_base + j0;
@@ -240,6 +329,8 @@ inline Cover words(const Arguments& a, const Sequence& q, const Strip& s, int64_
         const uint64_t x = stack[depth - 1][r], y = stack[depth][r];
         stack[depth - 1][r] = term.kind == TermKind::both ? x & y : x | y;
       }
+    } else if (term.kind == TermKind::complement) {
+      for (int r = 0; r < s.count; ++r) stack[depth - 1][r] = ~stack[depth - 1][r] & low_bits(n);
     } else {
       words_of_term<S>(term, q, s, j0, n, stack[depth++]);
     }

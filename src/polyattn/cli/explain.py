@@ -85,7 +85,11 @@ def _add_scores(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--padding", action="store_true", help="keys are padded per batch entry")
     made.add_argument(
-        "--mask", nargs="+", default=[], metavar="NAME", help=f"further masks: {', '.join(MASKS)}"
+        "--mask",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"further masks, ~NAME for a complement: {', '.join(MASKS)}",
     )
     made.add_argument("--bias", nargs="?", const="dense", choices=("dense", "alibi"))
     made.add_argument("--bias-grad", action="store_true", help="the bias needs a gradient")

@@ -47,8 +47,9 @@ def paged_attention(
       (P, K, page_size, H) and so on.
     - `block_table` (B, most pages) integers; entries past a sequence's length mean nothing.
     - `lengths` (B,) integers: how many keys each sequence has. Both may be NumPy's.
-    - `mask`: causal unless told otherwise; None, or `Causal` and `Window` joined by & and |, each
-      measured on the sequence's own length.
+    - `mask`: causal unless told otherwise; None, or masks of positions (`Causal`, `Window`,
+      `Chunked`, `Dilated`, `FirstKeys`) joined by &, | and ~, each measured on the sequence's own
+      length.
 
     `scale`, `softcap`, `sinks`, `return_lse`, `backend`: see :func:`polyattn.jax.attention`.
     Returns out (B, T, N, V) in the layout of `query`, with `return_lse` also lse (B, N, T).

@@ -1,47 +1,22 @@
-"""What all masks share: coordinates, joining with & and |, signatures, pictures."""
+"""What all masks share: joining with &, | and ~, signatures, pictures."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.needs import Arrays, Call, Sizes, Writer
+from polyattn.masks.examples import Examples
+from polyattn.masks.index import Align, Index
+from polyattn.masks.needs import Call, Writer
 from polyattn.masks.payload import same
 
-__all__ = ["Align", "And", "Full", "Index", "Mask", "Or", "store"]
-
-Align = Literal["bottom_right", "top_left"]
+__all__ = ["And", "Full", "Mask", "Not", "Or"]
 
 
-@dataclass(frozen=True)
-class Index:
-    """The coordinates at which a mask is asked: integers or broadcastable integer arrays.
-
-    `t` and `j` count within a sequence; `b` is the batch entry, or the sequence when packed.
-    """
-
-    b: Any
-    n: Any
-    t: Any
-    j: Any
-    q_len: Any
-    kv_len: Any
-    align: str = "bottom_right"
-    same_sequence: Any = True
-    q_token: Any = None  # the query's place in the packed row, when that is not `t`
-    kv_token: Any = None
-
-    @property
-    def diagonal(self) -> Any:
-        """The key position that query `t` stands at."""
-        return self.t if self.align == "top_left" else self.t + (self.kv_len - self.q_len)
-
-
-class Mask:
+class Mask(Examples):
     """The base of all masks; see the module's text for what masks share.
 
     A class says `arguments`, `signature` and `allows`; with arrays also `map`, `check`, `brackets`
@@ -60,6 +35,9 @@ class Mask:
     packs: ClassVar[bool] = True
     """Whether masks of this class have a meaning within each sequence of a packed row."""
 
+    by_length: ClassVar[bool] = False
+    """Whether `simplified` asks more of the lengths than which of them is longer."""
+
     weight: ClassVar[int] = 1
     """How often the fuzzer draws this class, beside the others."""
 
@@ -71,10 +49,14 @@ class Mask:
         """Allow what either allows."""
         return _join(Or, self, other)
 
+    def __invert__(self) -> Mask:
+        """Allow what this mask does not; ``~~mask`` is `mask`."""
+        return Not(self)
+
     def __bool__(self) -> bool:
         raise InvalidProblem(
-            f"got bool({self!r}), which has no meaning: expected masks joined with & and |, "
-            "not `and` and `or`; compare with `is None` to ask whether there is a mask."
+            f"got bool({self!r}), which has no meaning: expected masks joined with &, | and ~, "
+            "not `and`, `or` and `not`; compare with `is None` to ask whether there is a mask."
         )
 
     def __eq__(self, other: object) -> bool:
@@ -110,11 +92,19 @@ class Mask:
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that an And or Or joins; empty for a leaf."""
+        """The masks that an And, Or or Not is made of; empty for a leaf."""
         return ()
 
+    def of_parts(self, parts: tuple[Mask, ...]) -> Mask:
+        """Return what other masks in place of `parts` make, by the same sign."""
+        return self
+
+    def combined(self, allowed: Sequence[Any]) -> Any:
+        """Say what the whole allows, given what each of its `parts` does."""
+        raise NotImplementedError
+
     def leaves(self) -> tuple[Mask, ...]:
-        """All masks of the tree that are not And or Or."""
+        """All masks of the tree that are not And, Or or Not."""
         return tuple(leaf for part in self.parts for leaf in part.leaves()) or (self,)
 
     @property
@@ -141,6 +131,21 @@ class Mask:
         """
         return None
 
+    def simplified(self, q_len: int, kv_len: int, offset: int) -> Mask:
+        """Return an equal mask for these lengths, as simple as the law of this leaf makes it.
+
+        `offset`: the key that query 0 stands at.
+        """
+        return self
+
+    def range_of_keys(self, first: int, last: int) -> tuple[int | None, int | None]:
+        """Return the first key and the end of those that queries at `first` to `last` may see.
+
+        None is no bound; `first` and `last` are the keys that the queries stand at.
+        """
+        low, high = self.band or (None, None)
+        return None if low is None else first + low, None if high is None else last + high + 1
+
     def write(self, to: Writer) -> None:
         """Write this leaf as terms of the native kernels; unless it says how, it has none."""
         band = self.band
@@ -148,29 +153,6 @@ class Mask:
             to.unknown()
         else:
             to.band(*band)
-
-    @classmethod
-    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
-        """Draw the numbers of an example: what JSON can say of it, whatever the sizes."""
-        return ()
-
-    @classmethod
-    def brackets(cls, sizes: Sizes, *numbers: Any) -> tuple[Any, ...]:
-        """Return what the signature of an example has in its brackets: numbers, shapes of arrays.
-
-        `numbers` are those of `draw`; without them it is the example that explains the class.
-        """
-        return numbers
-
-    @classmethod
-    def filled(cls, sizes: Sizes, arrays: Arrays, *brackets: Any, **named: Any) -> Mask:
-        """Make a mask whose signature has these brackets, with arrays that fit the sizes."""
-        return cls(*brackets, **named)
-
-    @classmethod
-    def example(cls, sizes: Sizes, arrays: Arrays, *numbers: Any) -> Mask:
-        """Make the mask of these numbers, as `draw` gives them, or one that explains the class."""
-        return cls.filled(sizes, arrays, *cls.brackets(sizes, *numbers))
 
     def picture(self, q_len: int = 4, kv_len: int = 4, batch: int = 0, head: int = 0) -> str:
         """Draw the mask of one batch entry and head, ``#`` where a query attends a key."""
@@ -233,18 +215,23 @@ class Joined(Mask):
 
     @property
     def signature(self) -> str:
-        # not repr(), which torch 2.9 cannot trace
-        return self.sign.join(f"({p.signature})" if p.parts else p.signature for p in self.members)
+        return self.sign.join(map(_bracketed, self.members))
 
     @property
     def align(self) -> Align | None:
         return _alignment(self.members)
 
+    def of_parts(self, parts: tuple[Mask, ...]) -> Mask:
+        return type(self)(parts)
+
+    def combined(self, allowed: Sequence[Any]) -> Any:
+        first, *others = allowed
+        for other in others:
+            first = self.both(first, other)
+        return first
+
     def allows(self, ix: Index) -> Any:
-        allowed = self.members[0].allows(ix)
-        for part in self.members[1:]:
-            allowed = self.both(allowed, part.allows(ix))
-        return allowed
+        return self.combined([part.allows(ix) for part in self.members])
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return type(self)(tuple(part.map(change) for part in self.members))
@@ -264,6 +251,91 @@ class Or(Joined):
     both = staticmethod(operator.or_)
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class Not(Mask):
+    """What its member does not allow; written ``~mask``.
+
+    Positions are those of the member: ``~Causal("top_left")`` is measured top-left. Packed
+    sequences are a layout, and stay outside: ``Packed(...) & ~mask``.
+
+    >>> from polyattn import Causal, Window
+    >>> print((Causal() & ~Window(left=1)).picture(3, 5))
+    #....
+    ##...
+    ###..
+    >>> ~~Causal() == Causal(), ~Full()
+    (True, ~Full())
+    """
+
+    member: Mask
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.member, Mask):
+            raise InvalidProblem(
+                f"got Not of a {type(self.member).__name__}, expected a mask; wrap a boolean "
+                "array as Dense(array)."
+            )
+        if "Packed" in self.member.kinds:
+            raise InvalidProblem(
+                f"got ~({self.member!r}), expected a mask without Packed, which says where "
+                "sequences lie; join it from outside: Packed(...) & ~mask."
+            )
+
+    def __invert__(self) -> Mask:
+        return self.member
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.member,)
+
+    @property
+    def members(self) -> tuple[Mask, ...]:
+        """The member, as what joins several masks has them."""
+        return (self.member,)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.member,)
+
+    def of_parts(self, parts: tuple[Mask, ...]) -> Mask:
+        return Not(*parts)
+
+    def combined(self, allowed: Sequence[Any]) -> Any:
+        (member,) = allowed
+        return not member if isinstance(member, bool) else ~member
+
+    @property
+    def signature(self) -> str:
+        return f"~{_bracketed(self.member)}"
+
+    @property
+    def align(self) -> Align | None:
+        return self.member.align
+
+    def allows(self, ix: Index) -> Any:
+        return self.combined([self.member.allows(ix)])
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        return Not(self.member.map(change))
+
+    @property
+    def band(self) -> tuple[int | None, int | None] | None:
+        low, high = self.member.band or (None, None)
+        if low is None and high is not None:
+            return high + 1, None
+        return (None, low - 1) if low is not None and high is None else None
+
+
+def _bracketed(mask: Mask) -> str:
+    # not repr(), which torch 2.9 cannot trace
+    return f"({mask.signature})" if isinstance(mask, Joined) else mask.signature
+
+
+def is_nothing(mask: Mask) -> bool:
+    """Say whether it is ``~Full()``, by which no query attends any key."""
+    return isinstance(mask, Not) and isinstance(mask.member, Full)
+
+
 def _join(how: type[And] | type[Or], left: Mask, right: object) -> Mask:
     """Flatten, drop what the laws of & and | make superfluous, and check the alignments."""
     if not isinstance(right, Mask):
@@ -272,16 +344,20 @@ def _join(how: type[And] | type[Or], left: Mask, right: object) -> Mask:
             "wrap a boolean array as Dense(array)."
         )
     members: list[Mask] = []
+    neutral: Mask = Full()
     for mask in (left, right):
         for part in mask.parts if isinstance(mask, how) else (mask,):
             if isinstance(part, Full):
                 if how is Or:
                     return Full()
                 continue
+            if how is Or and is_nothing(part):
+                neutral = part
+                continue
             if not any(part is seen or _is_alike(part, seen) for seen in members):
                 members.append(part)
     if len(members) < 2:
-        return members[0] if members else Full()
+        return members[0] if members else neutral
     _alignment(tuple(members))
     return how(tuple(members))
 
@@ -313,8 +389,3 @@ def _alignment(members: Sequence[Mask]) -> Align | None:
             )
         found = mask.align
     return found
-
-
-def store(mask: Mask, name: str, value: Any) -> None:
-    """Set a field of a frozen mask while it is being made."""
-    object.__setattr__(mask, name, value)

@@ -8,10 +8,11 @@ from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Align, Index, Mask, store
+from polyattn.masks.base import Mask
 from polyattn.masks.fits import broadcasts, misfit
+from polyattn.masks.index import Align, Index
 from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
-from polyattn.masks.payload import at, integers, shape_of
+from polyattn.masks.payload import at, integers, shape_of, store
 
 __all__ = ["BlockMap", "Dense"]
 

@@ -39,6 +39,9 @@ class Arrays(Protocol):
     def lengths(self, shape: Shape, most: int) -> Any:
         """Return one length of 0 to `most` for each batch entry or sequence."""
 
+    def starts(self, shape: Shape, most: int) -> Any:
+        """Return where each batch entry or sequence begins after its padding, 0 to `most`."""
+
     def ids(self, shape: Shape) -> Any:
         """Return the number of the segment of each token."""
 
@@ -72,6 +75,21 @@ class Writer(Protocol):
 
     def key_limit(self, lengths: Any) -> None:
         """Write: the key is before the length of its batch entry."""
+
+    def query_start(self, starts: Any) -> None:
+        """Write: the query is at the start of its batch entry or after it."""
+
+    def key_start(self, starts: Any) -> None:
+        """Write: the key is at the start of its batch entry or after it."""
+
+    def own_chunk(self, size: int) -> None:
+        """Write: key and query's own position are in the same chunk of `size` keys."""
+
+    def first_keys(self, count: int) -> None:
+        """Write: the key is one of the first `count`."""
+
+    def steps(self, step: int) -> None:
+        """Write: key minus the query's own position is a multiple of `step`."""
 
     def same_ids(self, q_ids: Any, kv_ids: Any) -> None:
         """Write: query and key have the same id."""

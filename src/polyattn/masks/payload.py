@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn.errors import InvalidProblem
 
-__all__ = ["at", "describe", "dtype_name", "integers", "same", "shape_of"]
+__all__ = ["at", "describe", "dtype_name", "integers", "same", "shape_of", "store"]
 
 
 def shape_of(payload: Any) -> tuple[int, ...]:
@@ -75,6 +75,11 @@ def integers(
     if len(shape_of(payload)) not in ranks:
         raise InvalidProblem(f"got {what} of shape {shape_of(payload)}, expected {shape}.")
     return payload
+
+
+def store(value: Any, name: str, field: Any) -> None:
+    """Set a field of a frozen value while it is being made."""
+    object.__setattr__(value, name, field)
 
 
 def _tuples(what: str, value: Any, boolean: bool, shape: str) -> Any:

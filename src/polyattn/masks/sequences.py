@@ -8,12 +8,13 @@ from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Align, Index, Mask, store
+from polyattn.masks.base import Mask
 from polyattn.masks.fits import fits, misfit
+from polyattn.masks.index import Align, Index
 from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
-from polyattn.masks.payload import at, describe, integers, shape_of
+from polyattn.masks.payload import at, describe, integers, shape_of, store
 
-__all__ = ["Packed", "Padding", "Segments"]
+__all__ = ["LeftPadding", "Packed", "Padding", "Segments"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -88,6 +89,82 @@ class Padding(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
+class LeftPadding(Mask):
+    """Queries and keys before a start are masked; the output of such queries is 0.
+
+    `q_starts`, `kv_starts`: (B,) integers, or None for no padding on that side: how many tokens of
+    padding each batch entry begins with.
+
+    >>> print(LeftPadding(kv_starts=[1]).picture(2, 4))
+    .###
+    .###
+    >>> print((~LeftPadding(q_starts=[1], kv_starts=[2])).picture())
+    ####
+    ##..
+    ##..
+    ##..
+    """
+
+    q_starts: Any = None
+    kv_starts: Any = None
+
+    takes_align = False
+
+    def __post_init__(self) -> None:
+        for name in ("q_starts", "kv_starts"):
+            what = f"LeftPadding({name}=...)"
+            store(self, name, integers(what, getattr(self, name), (1,), "(B,)"))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.q_starts, self.kv_starts)
+
+    @property
+    def signature(self) -> str:
+        return f"LeftPadding(q={describe(self.q_starts)}, kv={describe(self.kv_starts)})"
+
+    def allows(self, ix: Index) -> Any:
+        allowed = (ix.t >= 0) & (ix.j >= 0)
+        if self.q_starts is not None:
+            allowed = allowed & (ix.t >= at(self.q_starts, ix.b))
+        if self.kv_starts is not None:
+            allowed = allowed & (ix.j >= at(self.kv_starts, ix.b))
+        return allowed
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        return LeftPadding(change("q_starts", self.q_starts), change("kv_starts", self.kv_starts))
+
+    def check(self, call: Call) -> None:
+        fits(self, self.q_starts, call, call.q_len, "start")
+        fits(self, self.kv_starts, call, call.kv_len, "start")
+
+    def write(self, to: Writer) -> None:
+        if self.q_starts is None and self.kv_starts is None:
+            to.everything()
+        if self.q_starts is not None:
+            to.query_start(self.q_starts)
+        if self.kv_starts is not None:
+            to.key_start(self.kv_starts)
+            if self.q_starts is not None:
+                to.both()
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        return rng.choice(((True, True), (False, True), (True, False)))
+
+    @classmethod
+    def brackets(cls, sizes: Sizes, queries: bool = False, keys: bool = True) -> tuple[Any, ...]:
+        return tuple(sizes.b if on else None for on in (queries, keys))
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, q: Shape | None, kv: Shape | None) -> Mask:
+        return cls(
+            None if q is None else arrays.starts(q, sizes.t),
+            None if kv is None else arrays.starts(kv, sizes.s),
+        )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
 class Packed(Mask):
     """Several sequences in one row of tokens, each by itself; for ``layout="packed"``.
 
@@ -158,6 +235,8 @@ class Segments(Mask):
     `q_ids`: (T,) or (B, T) integers; `kv_ids`: (S,) or (B, S), the same as `q_ids` when None.
     When packed, one id for each token of the row.
 
+    With ``& Causal()`` segments are documents, each causal by itself.
+
     >>> print(Segments([0, 0, 1, 1]).picture())
     ##..
     ##..
@@ -174,6 +253,27 @@ class Segments(Mask):
         store(self, "q_ids", integers("Segments(q_ids=...)", self.q_ids, (1, 2), "(T,) or (B, T)"))
         both = self.q_ids if self.kv_ids is None else self.kv_ids
         store(self, "kv_ids", integers("Segments(kv_ids=...)", both, (1, 2), "(S,) or (B, S)"))
+
+    @classmethod
+    def of_lengths(cls, lengths: Any) -> Segments:
+        """Return the segments of documents that lie one after the other, with so many tokens each.
+
+        `lengths`: integers, which are read here; all tokens are in one of the documents.
+
+        >>> from polyattn import Causal
+        >>> print((Segments.of_lengths([1, 3]) & Causal()).picture())
+        #...
+        .#..
+        .##.
+        .###
+        """
+        counts = integers("Segments.of_lengths(lengths)", lengths, (1,), "(documents,)")
+        counts = counts if isinstance(counts, tuple) else counts.tolist()
+        if min(counts, default=0) < 0:
+            raise InvalidProblem(
+                f"got Segments.of_lengths({[*counts]}), expected numbers of tokens, 0 or more."
+            )
+        return cls([number for number, count in enumerate(counts) for _ in range(count)])
 
     @property
     def arguments(self) -> tuple[Any, ...]:

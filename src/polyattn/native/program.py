@@ -15,6 +15,12 @@ BLOCKS       bits, block_q, block_k      bits[b][n][t // block_q][j // block_k]
 DENSE        allowed                     allowed[b][n][t][j]
 BOTH                                     the last two terms, joined by "and"
 EITHER                                   the last two terms, joined by "or"
+KV_START     starts                      j >= starts[b]
+Q_START      starts                      t >= starts[b]
+CHUNK        size, bottom_right          j // size == (t + offset) // size
+FIRST_KEYS   count                       j < count
+STEP         step, bottom_right          (j - (t + offset)) % step == 0
+COMPLEMENT                               what the last term does not allow
 PACKED       cu_q, cu_kv                 no term: where the sequences lie; comes first
 ===========  ==========================  =========================================
 
@@ -27,11 +33,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from polyattn.masks import And, BlockMap, Mask, Packed
+from polyattn.masks import And, BlockMap, Mask, Not, Or, Packed
 
 __all__ = [
     "MOST_DEPTH",
     "MOST_TERMS",
+    "OF_LENGTHS",
     "UNBOUNDED",
     "WIDTH",
     "ArrayLibrary",
@@ -50,7 +57,12 @@ MOST_TERMS = 32
 MOST_DEPTH = 8
 UNBOUNDED = 1 << 62
 
-(EVERYTHING, BAND, KV_LIMIT, Q_LIMIT, SEGMENTS, BLOCKS, DENSE, BOTH, EITHER, PACKED) = range(10)
+(
+    EVERYTHING, BAND, KV_LIMIT, Q_LIMIT, SEGMENTS, BLOCKS, DENSE, BOTH, EITHER, KV_START, Q_START,
+    CHUNK, FIRST_KEYS, STEP, COMPLEMENT, PACKED,
+) = range(16)  # fmt: skip
+OF_LENGTHS = frozenset((KV_LIMIT, Q_LIMIT, KV_START, Q_START))
+"""The kinds that have one number for each batch entry."""
 
 
 class Payload(NamedTuple):
@@ -148,7 +160,10 @@ class _Writer:
             if low > -UNBOUNDED or high < UNBOUNDED:
                 self._term(BAND, low, high, self._bottom_right)
         for part in parts:
-            if part.parts:
+            if isinstance(part, Not) and part.band is None:
+                self.joined(part.parts, BOTH)
+                self._codes += (COMPLEMENT, 0, 0, 0)
+            elif isinstance(part, (And, Or)):
                 self.joined(part.parts, BOTH if isinstance(part, And) else EITHER)
             else:
                 part.write(self)
@@ -170,7 +185,7 @@ class _Writer:
         self._term(EVERYTHING)
 
     def band(self, low: int | None, high: int | None) -> None:
-        low, high = -UNBOUNDED if low is None else low, UNBOUNDED if high is None else high
+        low, high = _within(low, -UNBOUNDED), _within(high, UNBOUNDED)
         if low == -UNBOUNDED and high == UNBOUNDED:
             self._term(EVERYTHING)
         else:
@@ -181,6 +196,21 @@ class _Writer:
 
     def key_limit(self, lengths: Any) -> None:
         self._term(KV_LIMIT, self._named(lengths))
+
+    def query_start(self, starts: Any) -> None:
+        self._term(Q_START, self._named(starts))
+
+    def key_start(self, starts: Any) -> None:
+        self._term(KV_START, self._named(starts))
+
+    def own_chunk(self, size: int) -> None:
+        self._term(CHUNK, size, self._bottom_right)
+
+    def first_keys(self, count: int) -> None:
+        self._term(FIRST_KEYS, count)
+
+    def steps(self, step: int) -> None:
+        self._term(STEP, step, self._bottom_right)
 
     def same_ids(self, q_ids: Any, kv_ids: Any) -> None:
         self._term(SEGMENTS, self._named(q_ids), self._named(kv_ids))
@@ -220,10 +250,14 @@ def _common_band(parts: Sequence[Mask]) -> tuple[int, int, list[Mask]]:
         if band is None:
             others.append(part)
             continue
-        least, most = band
-        low = low if least is None else max(low, least)
-        high = high if most is None else min(high, most)
+        low = max(low, _within(band[0], -UNBOUNDED))
+        high = min(high, _within(band[1], UNBOUNDED))
     return low, high, others
+
+
+def _within(limit: int | None, unbounded: int) -> int:
+    """Return a limit of a band as the kernels hold it: none is further than the unbounded."""
+    return unbounded if limit is None else max(-UNBOUNDED, min(limit, UNBOUNDED))
 
 
 def arrays_of(program: Program, library: ArrayLibrary) -> list[Any]:
@@ -251,7 +285,11 @@ def terms(
             packed = *library.memory(arrays[a]), *library.memory(arrays[b])
         elif kind == BAND:
             written.append((BAND, a, b, c))
-        elif kind in (KV_LIMIT, Q_LIMIT):
+        elif kind in (CHUNK, STEP):
+            written.append((kind, a, b))
+        elif kind == FIRST_KEYS:
+            written.append((kind, a))
+        elif kind in OF_LENGTHS:
             written.append((kind, *library.memory(arrays[a])))
         elif kind == SEGMENTS:
             written.append((kind, *_rows(arrays[a], library), *_rows(arrays[b], library)))

@@ -46,7 +46,8 @@ _OWN = frozenset({"sdpa_flash", "sdpa_math"})
 
 def _sparse(p: Problem) -> bool:
     kinds = p.mask.kinds if p.mask else frozenset()
-    return bool(kinds & {"Window", "BlockMap", "Segments", "Packed"}) and p.class_sizes[2] >= 1024
+    few = kinds & {"Window", "Chunked", "BlockMap", "Segments", "Packed"}
+    return bool(few) and "Not" not in kinds and p.class_sizes[2] >= 1024
 
 
 def _wants_wrapping(p: Problem) -> bool:

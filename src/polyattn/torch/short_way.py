@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from polyattn import settings
 from polyattn.errors import MissingDependency
-from polyattn.masks import LEAVES, And, Dense, Or
+from polyattn.masks import LEAVES, OPERATORS, Dense
 from polyattn.native.module import load
 from polyattn.selection import scopes
 from polyattn.torch import checkpoints
@@ -219,7 +219,7 @@ def _in_native() -> Any:
         MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
         scopes.scope, scopes.recording, determined, is_grad_enabled, *SWITCHES, *checkpoints.ASKED,
         environ, _BACKEND, array_key, bias_key, mask_key, resized, Dense, static,
-        (And, Or), "attention", "sdpa", "paged", "BNTH",
+        OPERATORS, "attention", "sdpa", "paged", "BNTH",
     )  # fmt: skip
     try:
         made = door(parts, Key._fields)

@@ -10,7 +10,20 @@ from polyattn.backends.flex.torch import flex_kernel as flex
 from polyattn.backends.flex.torch import routes
 from polyattn.backends.flex.torch.blocks import block_cache
 from polyattn.errors import Unsupported
-from polyattn.masks import BlockMap, Causal, Dense, Packed, Padding, PrefixLM, Segments, Window
+from polyattn.masks import (
+    BlockMap,
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    FirstKeys,
+    LeftPadding,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+    Window,
+)
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.selection.registry import registry
 from polyattn.torch import attention
@@ -46,6 +59,11 @@ def masks(t, s):
         "causal_window": Causal() & Window(left=4),
         "padding": Padding([t, min(t, 3)], [0, s - 1]),
         "segments": Segments(torch.randint(0, 3, (2, t)), torch.randint(0, 3, (s,))),
+        "left_padding": LeftPadding([0, min(t, 3)], [0, s - 1]),
+        "chunks": Chunked(7) & Causal(),
+        "steps": Dilated(3) & Window(left=9),
+        "first_keys": Causal() & (Window(left=4) | FirstKeys(2)),
+        "not": ~(Causal() & ~Padding(None, [0, s - 1])),
         "prefix": PrefixLM([4, 0]),
         "blocks": block_map(t, s, 8, 16),
         "dense": Dense(bits(2, 1, t, s)),

@@ -14,7 +14,20 @@ from torch.utils.checkpoint import checkpoint
 
 from polyattn import Unsupported, record_selections, use_backend
 from polyattn.conformance.tolerance import Yardstick, measure
-from polyattn.masks import BlockMap, Causal, Dense, Packed, Padding, PrefixLM, Segments, Window
+from polyattn.masks import (
+    BlockMap,
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    FirstKeys,
+    LeftPadding,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+    Window,
+)
 from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.native import module
 from polyattn.selection.registry import Available
@@ -55,6 +68,9 @@ MASKS: dict[str, Any] = {
     "blocks": BlockMap(
         4, 4, torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]]), torch.tensor([[[1, 2, 3]]])
     ),
+    "starts": LeftPadding(torch.tensor([0, 4]), torch.tensor([0, 5])) & Chunked(4),
+    "top left steps": Causal("top_left") & Dilated(2) & Chunked(5),
+    "complement": ~(Dilated(3) & LeftPadding(None, torch.tensor([0, 5]))) | FirstKeys(2),
     "either": Dense(torch.arange(48).reshape(4, 1, 12) % 3 > 0) | Causal(),
 }
 PACKED = Packed(torch.tensor([0, 4, 9]), torch.tensor([0, 5, 12]))
@@ -63,7 +79,7 @@ PACKED = Packed(torch.tensor([0, 4, 9]), torch.tensor([0, 5, 12]))
 @pytest.mark.parametrize("kind", [*MASKS, "packed", "packed and more"])
 def test_programs_are_read_back(kind: str) -> None:
     layout = "packed" if kind.startswith("packed") else "BTNH"
-    more = PACKED & Causal() & Segments(torch.arange(9) // 2, torch.arange(12) // 3)
+    more = PACKED & ~Chunked(2) & Segments(torch.arange(9) // 2, torch.arange(12) // 3)
     mask = {"packed": PACKED, "packed and more": more, **MASKS}[kind]
     q, k, _ = arrays(layout=layout)
     dims = Dims.of(to_bnth(q, layout), to_bnth(k, layout))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyattn import Causal, InvalidProblem, Window, record_selections
-from polyattn.masks import Padding
+from polyattn.masks import LeftPadding, Padding
 from polyattn.torch import attention
 
 torch.manual_seed(0)
@@ -29,6 +29,7 @@ def both(q, k, mask):
         lambda p: p & Window(left=20),
         lambda p: p | Window(left=3),
         lambda p: (p & Causal()) | Window(left=2),
+        lambda p: ~p & Causal(),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 5])
@@ -44,6 +45,9 @@ def test_each_call_has_its_own_lengths(join, rows):
         ):
             both(q, k, join(Padding(kv_lengths=lengths)))
             both(q, k, join(Padding(torch.tensor([rows, 0, rows]), lengths)))
+            both(q, k, join(LeftPadding(kv_starts=lengths)))
+            both(q, k, join(LeftPadding(torch.tensor([0, rows, 0]), lengths)))
+            both(q, k, join(LeftPadding(None, [0, 1, 5]) & Padding(None, lengths)))
 
 
 def test_they_are_admitted_each_time():
@@ -53,6 +57,8 @@ def test_they_are_admitted_each_time():
     for wrong in ([41, 1, 2], [-1, 2, 3]):
         with pytest.raises(InvalidProblem, match="expected 0 to 40"):
             attention(Q, k, k, mask=Padding(kv_lengths=torch.tensor(wrong)), layout="BNTH")
+        with pytest.raises(InvalidProblem, match=r"with starts from .* expected 0 to 40"):
+            attention(Q, k, k, mask=LeftPadding(kv_starts=torch.tensor(wrong)), layout="BNTH")
     with pytest.raises(InvalidProblem, match="one length for each batch entry"):
         attention(Q, k, k, mask=Padding(kv_lengths=torch.tensor([1, 2])), layout="BNTH")
     many = torch.full((300,), 40)
@@ -67,9 +73,10 @@ def test_a_changed_tensor_is_read_again():
     mask = Padding(kv_lengths=lengths)
     for step in range(3):
         lengths.fill_(7 + step)
-        with record_selections() as ran:
-            both(Q, k, mask)
-        assert ran[0].backend == "native_cpu"
+        for each in (mask, LeftPadding(kv_starts=lengths)):
+            with record_selections() as ran:
+                both(Q, k, each)
+            assert ran[0].backend == "native_cpu"
 
 
 def test_lengths_that_are_no_plain_tensors_take_the_other_way():

@@ -13,7 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polyattn.masks import (
     BlockMap,
     Causal,
+    Chunked,
     Dense,
+    Dilated,
+    FirstKeys,
+    LeftPadding,
     Mask,
     Packed,
     Padding,
@@ -110,6 +114,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padding": {"mask": Padding(torch.tensor([3, 9]), torch.tensor([12, 0])) & Causal()},
     "segments": {"mask": Segments(torch.arange(9) // 5, torch.arange(24).reshape(2, 12) // 5)},
     "prefix": {"mask": PrefixLM(torch.tensor([3, 2])) & Window(left=5)},
+    "starts": {"mask": LeftPadding([0, 4], torch.tensor([0, 5])) & Chunked(4)},
+    "complement": {"mask": ~Dilated(3) | FirstKeys(2)},
     "blocks": {
         "mask": BlockMap(
             4, 4, torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]]), torch.tensor([[[1, 2, 3]]])

@@ -10,7 +10,17 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyattn import Causal, Dense, Mask, Padding, Segments, Unsupported, Window
+from polyattn import (
+    Causal,
+    Dense,
+    FirstKeys,
+    LeftPadding,
+    Mask,
+    Padding,
+    Segments,
+    Unsupported,
+    Window,
+)
 from polyattn.native import module as native_module
 from polyattn.selection import scopes
 from polyattn.selection.registry import Available, registry
@@ -29,6 +39,8 @@ FIRST[:, 0] = True
 ONLY_THE_FIRST_KEY = {
     "padding": Padding(kv_lengths=[1]),
     "dense": Dense(FIRST),
+    "first": FirstKeys(1),
+    "not": ~LeftPadding(kv_starts=[1]),
     "or": Dense(FIRST) | Padding(kv_lengths=[1]),
 }
 TWO = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from polyattn.backends.declaring import BIASES, FLOATS, JAX_DEVICES, LAYOUTS, jax_probe, loader
+from polyattn.masks import STATIC_KINDS
 from polyattn.problem import Problem
 from polyattn.selection.backend import Backend
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities, Reason
@@ -27,7 +28,7 @@ _FORWARD = dataclasses.replace(
 )
 _PAGED = dataclasses.replace(
     _FORWARD, paged=True, layouts=frozenset({"BTNH", "BNTH"}), biases=frozenset(),
-    masks=frozenset({"And", "Or", "Causal", "Window"}),
+    masks=STATIC_KINDS,
 )  # fmt: skip
 
 

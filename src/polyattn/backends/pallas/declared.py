@@ -15,9 +15,10 @@ from polyattn.selection.registry import Registry
 __all__ = ["PLACE", "declare"]
 
 PLACE = 21
-_MASKS = frozenset(
-    {"And", "Causal", "Window", "PrefixLM", "Padding", "Packed", "Segments", "BlockMap"}
-)
+_MASKS = frozenset((
+    "And", "Causal", "Window", "Chunked", "FirstKeys", "PrefixLM", "Padding", "LeftPadding",
+    "Packed", "Segments", "BlockMap",
+))  # fmt: skip
 _LEAST = {"tpu": 128}
 """What the blocks of a map are a multiple of: a tile of the kernel is a part of one."""
 _VMEM = 12 << 20  # of 16 MiB: what one head's keys and values may take, twice for the next one's

@@ -1,8 +1,9 @@
 """A mask as kernels take it: a range of keys for each row, ids, and blocks that are not visited.
 
-Causal, Window, PrefixLM, Padding and Packed each show a row one range of keys, so that joined by
-``&`` they are one range too: two integers a row, computed here in plain JAX. Segments stay ids that
-are compared. A BlockMap is nothing but tiles that are not visited. Kernels never learn of masks.
+Causal, Window, Chunked, FirstKeys, PrefixLM, Padding, LeftPadding and Packed each show a row one
+range of keys, so that joined by ``&`` they are one range too: two integers a row, computed here in
+plain JAX. Segments stay ids that are compared. A BlockMap is nothing but tiles that are not
+visited. Kernels never learn of masks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from polyattn.jax.kit.masking import Dims, expand_blocks
-from polyattn.masks import And, BlockMap, Full, Mask, Packed, Padding, PrefixLM, Segments
+from polyattn.masks import (
+    And,
+    BlockMap,
+    Chunked,
+    FirstKeys,
+    Full,
+    LeftPadding,
+    Mask,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+)
 
 __all__ = ["Ranges", "block_maps", "ranges_of"]
 
@@ -105,7 +118,20 @@ def _range(part: Mask, at: _Tokens) -> tuple[Any, Any]:
             shown = at.row < _of_entry(part.q_lengths, at.entry)
             end = jnp.where(shown, at.end if end is None else end, 0)
         return None, end
+    if isinstance(part, LeftPadding):
+        begin = None
+        if part.kv_starts is not None:
+            begin = at.begin + _of_entry(part.kv_starts, at.entry)
+        if part.q_starts is None:
+            return begin, None
+        return begin, jnp.where(at.row >= _of_entry(part.q_starts, at.entry), at.end, 0)
+    if isinstance(part, FirstKeys):
+        return None, at.begin + min(part.count, at.column.shape[-1])
     own = at.row + at.shift
+    if isinstance(part, Chunked):
+        size = min(part.size, at.row.shape[-1] + at.column.shape[-1])  # beyond which all are one
+        begin = at.begin + (own - at.begin) // size * size
+        return begin, begin + size
     if isinstance(part, PrefixLM):
         return None, jnp.maximum(own + 1, at.begin + _of_entry(part.lengths, at.entry))
     low, high = part.band or (None, None)

@@ -73,8 +73,9 @@ def admit_pages(
 def _check_mask(mask: Any) -> None:
     if mask is not None and not (isinstance(mask, Mask) and mask.is_static):
         raise InvalidProblem(
-            f"got mask={mask!r} with paged keys, expected None, or Causal and Window joined by & "
-            "and |: what a sequence's length hides needs no mask."
+            f"got mask={mask!r} with paged keys, expected None, or masks of positions (Causal, "
+            "Window, Chunked, Dilated, FirstKeys) joined by &, | and ~: what a sequence's length "
+            "hides needs no mask."
         )
     if mask is not None and mask.align == "top_left":
         raise InvalidProblem(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+from polyattn.masks.structure import Structure
 from polyattn.problem import MaskFacts, Problem
 
 __all__ = [
@@ -103,41 +104,72 @@ def work_of(p: Problem) -> int:
 
 
 def is_band(p: Problem) -> bool:
-    """Say whether the mask is a window, also joined to causal ones by ``&``.
+    """Say whether the mask leaves some keys to each position, and by positions alone.
 
-    The native kernels know such a mask by positions and skip tiles; torch's reads an array of it.
+    So do windows, chunks and first keys, also joined with causal masks. The native kernels know
+    such a mask by positions and skip tiles; torch's reads an array of it.
     """
-    return p.mask is not None and "Window" in p.mask.kinds and not p.mask.kinds - _BANDS
+    kinds = frozenset() if p.mask is None else p.mask.kinds
+    return bool(kinds & _NARROW) and kinds <= _BY_POSITION
 
 
 def share_of(p: Problem) -> float:
     """Return the share of the tiles that a static mask leaves, at most; 1.0 where it is not known.
 
-    Known are windows, also joined to causal masks by ``&``: the native kernels skip what these
-    empty, torch's kernel does not. Whole tiles are visited at a window's edges, and the shortest
-    length of the class counts.
+    Known are windows, chunks and first keys, also joined with causal masks: the native kernels
+    skip what these empty, torch's kernel does not. Whole tiles are visited at the edges of each,
+    and the shortest length of the class counts.
 
     >>> from polyattn.problem import MaskFacts
     >>> p = Problem(batch=1, q_len=4096, kv_len=4096, heads=8, kv_heads=8, head_dim=64)
     >>> share_of(p), share_of(p.with_(mask=MaskFacts.parse("Window(left=255, right=0)", None)))
     (1.0, 0.1875)
+    >>> [
+    ...     share_of(p.with_(mask=MaskFacts.parse(mask, None)))
+    ...     for mask in (
+    ...         "Chunked(384) & Causal()",
+    ...         "Causal() & (Window(left=251, right=None) | FirstKeys(4))",
+    ...     )
+    ... ]
+    [0.25, 0.25]
     """
     width = _width(p.mask) if p.mask is not None and is_band(p) else None
     if width is None:
         return 1.0
     keys = max(1, p.class_sizes[2] // 2)
-    return min(1.0, (width + _EDGE) / keys)
+    return min(1.0, width / keys)
 
 
-_BANDS = {"Window", "Causal", "And", "Full"}
+_NARROW = {"Window", "Chunked", "FirstKeys"}
+_BY_POSITION = _NARROW | {"Causal", "And", "Or", "Full"}
 
 
 @functools.lru_cache(maxsize=256)
 def _width(mask: MaskFacts) -> int | None:
-    """Return how many keys a query sees in the narrowest band of all that are joined by ``&``."""
-    windows = [window.named for window in mask.structure.of("Window")]
-    lefts = [window["left"] for window in windows if window["left"] is not None]
-    rights = [window["right"] for window in windows if window["right"] is not None]
-    if "Causal" in mask.kinds:
-        rights.append(0)
-    return min(lefts) + min(rights) + 1 if lefts and rights else None
+    """Return how many keys are visited for a query at most, with those at the edges."""
+    return _seen(mask.structure, None, None)
+
+
+def _seen(mask: Structure, left: int | None, right: int | None) -> int | None:
+    """Return it of a mask that is seen within so many keys around the query; None: no bound."""
+    if mask.kind == "Or":
+        each = [_seen(part, left, right) for part in mask.parts]
+        return None if None in each else sum(one for one in each if one is not None)
+    parts = mask.parts if mask.kind == "And" else (mask,)
+    for part in parts:
+        if part.kind == "Causal":
+            right = _least(right, 0)
+        elif part.kind == "Window":
+            left = _least(left, part.named["left"])
+            right = _least(right, part.named["right"])
+    found = None if left is None or right is None else left + right + 1 + _EDGE
+    for part in parts:
+        if part.kind in ("Chunked", "FirstKeys"):
+            found = _least(found, part.arguments[0] + _EDGE)
+        elif part.kind == "Or":
+            found = _least(found, _seen(part, left, right))
+    return found
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return one if other is None else other if one is None else min(one, other)

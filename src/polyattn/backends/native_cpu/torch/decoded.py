@@ -7,18 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyattn.masks import Full, Index, Packed, Padding, Segments
+from polyattn.masks import Full, Index, LeftPadding, Packed, Padding, Segments
 from polyattn.native.program import (
     BAND,
     BLOCKS,
     BOTH,
+    CHUNK,
+    COMPLEMENT,
     DENSE,
     EITHER,
     EVERYTHING,
+    FIRST_KEYS,
     KV_LIMIT,
+    KV_START,
     PACKED,
     Q_LIMIT,
+    Q_START,
     SEGMENTS,
+    STEP,
     WIDTH,
 )
 from polyattn.torch.kit.masking import Dims, grid
@@ -46,6 +52,8 @@ def allowed_by(
         if kind in (BOTH, EITHER):
             other, one = stack.pop(), stack.pop()
             stack.append(one & other if kind == BOTH else one | other)
+        elif kind == COMPLEMENT:
+            stack.append(~stack.pop())
         else:
             stack.append(_term(kind, a, b, c, arrays, ix))
     found = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
@@ -58,6 +66,11 @@ def _term(kind: int, a: int, b: int, c: int, arrays: Sequence[Tensor], ix: Index
     if kind == BAND:
         ahead = ix.j - ix.t - (ix.kv_len - ix.q_len if c else 0)
         return (ahead >= a) & (ahead <= b)  # type: ignore[no-any-return]
+    if kind in (CHUNK, STEP):
+        own = ix.t + (ix.kv_len - ix.q_len if b else 0)
+        return ix.j // a == own // a if kind == CHUNK else (ix.j - own) % a == 0
+    if kind == FIRST_KEYS:
+        return ix.j < a  # type: ignore[no-any-return]
     if kind == DENSE:
         return arrays[a] != 0
     if kind == BLOCKS:
@@ -68,6 +81,8 @@ def _term(kind: int, a: int, b: int, c: int, arrays: Sequence[Tensor], ix: Index
         EVERYTHING: lambda: Full(),
         KV_LIMIT: lambda: Padding(None, arrays[a]),
         Q_LIMIT: lambda: Padding(arrays[a], None),
+        KV_START: lambda: LeftPadding(None, arrays[a]),
+        Q_START: lambda: LeftPadding(arrays[a], None),
         SEGMENTS: lambda: Segments(arrays[a], arrays[b]),
     }
     return masks[kind]().allows(ix)  # type: ignore[no-any-return]

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from polyattn.backends.native_cpu.torch.arguments import memory, terms_of
-from polyattn.masks import STATIC_KINDS, Mask, Padding
-from polyattn.native.program import KV_LIMIT, Q_LIMIT, WIDTH, Terms, encode
+from polyattn.masks import STATIC_KINDS, LeftPadding, Mask, Padding
+from polyattn.native.program import OF_LENGTHS, WIDTH, Terms, encode
 from polyattn.problem import Problem
 from polyattn.torch.internals import is_lazy_copy
 
 __all__ = ["is_short", "terms_reader"]
 
-_LENGTHS = STATIC_KINDS | {"Padding"}
+_OF_LENGTHS = (Padding, LeftPadding)
+_LENGTHS = frozenset(kind.__name__ for kind in _OF_LENGTHS)
 
 Reader = Callable[[Any, Tensor, Tensor], tuple[Terms, Any]]
 
@@ -28,7 +29,7 @@ Reader = Callable[[Any, Tensor, Tensor], tuple[Terms, Any]]
 def is_short(problem: Problem) -> bool:
     """Say whether :func:`terms_reader`, or the extension by itself, reads the problem's mask."""
     kinds = frozenset() if problem.mask is None else problem.mask.kinds
-    return kinds <= _LENGTHS or kinds == {"Dense"}
+    return kinds <= STATIC_KINDS | _LENGTHS or kinds == {"Dense"}
 
 
 def terms_reader(problem: Problem, layout: str) -> Reader | None:
@@ -38,7 +39,7 @@ def terms_reader(problem: Problem, layout: str) -> Reader | None:
     tensors of the CPU, and for masks that the terms of the kernels cannot tell.
     """
     kinds = frozenset() if problem.mask is None else problem.mask.kinds
-    if "Padding" in kinds:
+    if kinds & _LENGTHS:
         return _lengths_reader(layout)
     if problem.mask is None or not kinds <= STATIC_KINDS:
         return None
@@ -79,8 +80,8 @@ def _lengths_reader(layout: str) -> Reader:
         arrays = [
             _int64(x)
             for leaf in mask.leaves()
-            if type(leaf) is Padding
-            for x in (leaf.q_lengths, leaf.kv_lengths)
+            if type(leaf) in _OF_LENGTHS
+            for x in leaf.arguments
             if x is not None
         ]
         if template is None:
@@ -98,7 +99,7 @@ def _lengths_reader(layout: str) -> Reader:
 def _places(codes: Sequence[int]) -> list[int]:
     """Return which terms hold a length's place, in the order of the arrays."""
     kinds, arrays = codes[::WIDTH], codes[1::WIDTH]
-    limits = [at for at, kind in enumerate(kinds) if kind in (KV_LIMIT, Q_LIMIT)]
+    limits = [at for at, kind in enumerate(kinds) if kind in OF_LENGTHS]
     return sorted(limits, key=lambda at: arrays[at])
 
 
