@@ -7,6 +7,7 @@ compared with the float64 reference. The most work first, until the time is used
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -37,13 +38,14 @@ def gains_of(
     limit_s: float,
     progress: Progress | None = None,
 ) -> Iterator[Gain]:
-    """Yield a gain for each case, those with the most work first; an interrupt ends it.
+    """Yield a gain for each class of problems, those with the most work first.
 
-    After `limit_s` seconds no further case is begun, and the rest have a note instead of times.
+    The case with the most calls stands for its class. After `limit_s` seconds no further one is
+    begun, and the rest have a note instead of times.
     """
     report = progress or (lambda done, total, what: None)
     begin = time.perf_counter()
-    order = sorted(range(len(cases)), key=lambda at: -_work(cases[at]))
+    order = _chosen(cases)
     for done, at in enumerate(order):
         case = cases[at]
         ran = _mostly(case)
@@ -52,11 +54,25 @@ def gains_of(
         left_s = limit_s - (time.perf_counter() - begin)
         if case.problem.empty:
             yield Gain(at, ran.backend, note="not measured: there is nothing to attend to")
+        elif case.problem.compiled:
+            yield Gain(at, ran.backend, note="not measured: of compiled calls no sizes are known")
         elif left_s <= 0:
             yield Gain(at, ran.backend, note=f"not measured: {limit_s:g} s were used up")
         else:
             yield _measured(at, case, ran, threads, left_s)
     report(len(order), len(order), "")
+
+
+def _chosen(cases: list[Case]) -> list[int]:
+    """Return the places of the cases that stand for their classes, the most work first."""
+    work: Counter[str] = Counter()
+    most: dict[str, int] = {}
+    for at, case in enumerate(cases):
+        one = case.problem_class
+        work[one] += _work(case)
+        if one not in most or case.calls > cases[most[one]].calls:
+            most[one] = at
+    return [most[one] for one, _ in work.most_common() if cases[most[one]].ran]
 
 
 def machine() -> str:
@@ -70,11 +86,11 @@ def _mostly(case: Case) -> Ran:
     return case.ran.most_common(1)[0][0]
 
 
-def _work(case: Case) -> float:
-    """Estimate the work of all calls, to begin with what matters."""
+def _work(case: Case) -> int:
+    """Estimate the work of all calls of a case, to begin with what matters."""
     p = case.problem
     once = p.batch * p.heads * p.q_len * p.kv_len * (p.head_dim + p.value_dim)
-    return float(case.calls * once * (3.5 if p.grad else 1.0))
+    return case.calls * once * (4 if p.grad else 1)
 
 
 def _measured(at: int, case: Case, ran: Ran, threads: int | None, left_s: float) -> Gain:

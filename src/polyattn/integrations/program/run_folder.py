@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polyattn import settings
+from polyattn.errors import PolyattnError
 from polyattn.integrations.program.asked import Record
 from polyattn.integrations.program.fragments import record_of_folder
 
@@ -78,7 +79,12 @@ def run_folder(asked: Asked, program: Sequence[str]) -> Iterator[RunFolder]:
     if outer is not None:
         around = told(outer).asked
         _say(outer, " ".join(["polyattn run", *program]), "it makes a report of its own")
-    path = Path(tempfile.mkdtemp(prefix="polyattn-run-"))
+    try:
+        path = Path(tempfile.mkdtemp(prefix="polyattn-run-"))
+    except OSError as error:
+        raise PolyattnError(
+            f"got no folder for the run ({error}), expected one that can be written; set TMPDIR."
+        ) from error
     try:
         asks = [asdict(one) for one in (*around, asked) if one.anything]
         text = json.dumps({"supervisor": os.getpid(), "asked": asks})

@@ -32,7 +32,7 @@ def to_dict(record: Record) -> dict[str, Any]:
                     for ran, calls in case.ran.items()
                 ],
                 "refused": one.cases[0].refused,
-                "gains": [vars(gain) for gain in one.gains],
+                "gain": None if one.gain is None else vars(one.gain),
             }
             for one in classes(record)
         ],

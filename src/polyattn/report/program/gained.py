@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.integrations.program.asked import Gain, Record
+from polyattn.report.program.summary import classes
 
 __all__ = ["Gained", "Range", "gained", "times_of"]
 
@@ -25,7 +26,8 @@ class Range:
 class Gained:
     """All measured calls together. `times`: stock's time over ours; None if nothing was measured.
 
-    `measured` of `calls` calls are in it; the rest have no times. `wrong`: cases whose result was.
+    `measured` of `calls` calls are in it; the rest have no times. `wrong`: kinds of problems whose
+    result was. `foreign`: the largest share of the cores that others took meanwhile.
     """
 
     calls: int
@@ -50,12 +52,16 @@ def times_of(gain: Gain) -> Range | None:
 
 
 def gained(record: Record) -> Gained:
-    """Return the gains of all cases together, each with the calls that it stands for.
+    """Return the gains of all kinds of problems together, each with all the calls of its kind.
 
     >>> gained(Record([], [])).times is None
     True
     """
-    known = [(record.cases[gain.case].calls, gain) for gain in record.gains if gain.seconds]
+    known = [
+        (one.calls, one.gain)
+        for one in classes(record)
+        if one.gain is not None and one.gain.seconds
+    ]
     rounds = min((len(gain.seconds) for _, gain in known), default=0)
     ours = [sum(calls * gain.seconds[at] for calls, gain in known) for at in range(rounds)]
     stock = [sum(calls * gain.stock_seconds[at] for calls, gain in known) for at in range(rounds)]

@@ -73,10 +73,10 @@ def processes(record: Record, colours: Colours) -> str:
             _number("" if one.threads is None else str(one.threads)),
             _number(f"{calls.total():,}"),
             f'<td class="bar">{shares(dict(calls.most_common()), most, colours)}</td>',
-            element("td", ", ".join(name or "not routed" for name, _ in calls.most_common())),
             element("td", state, cls="state"),
+            element("td", ", ".join(name or "not routed" for name, _ in calls.most_common()), cls="wide"),
         ])  # fmt: skip
-    heads = ("process", "pid>", "threads>", "calls>", "", "ran on", "")
+    heads = ("process", "pid>", "threads>", "calls>", "", "", "ran on")
     return _section("processes", "Processes", f"{element('p', kinds)}{_table(heads, rows)}")
 
 
@@ -108,9 +108,8 @@ def _problem(number: int, one: ProblemClass, record: Record, colours: Colours) -
         element("td", ", ".join(name for name, _ in backends.most_common())),
     ]
     if record.gains:
-        factors = [found.about for gain in one.gains if (found := times_of(gain))]
-        factor = statistics.median(factors) if factors else None
-        cells.append(_number("" if factor is None else f"{factor:.2f}", factor))
+        found = None if one.gain is None else times_of(one.gain)
+        cells.append(_number("", None) if found is None else _number(f"{found.about:.2f}", found.about))
     return cells
 
 
@@ -119,7 +118,8 @@ def gains(record: Record) -> str:
     if not record.gains:
         return ""
     known = [gain for gain in record.gains if gain.seconds]
-    rows = [_gain(record, gain) for gain in record.gains[:_MOST_ROWS]]
+    found = classes(record)
+    rows = [_gain(one.calls, one.gain, record) for one in found if one.gain is not None]
     heads = ("calls>", "as it ran>", "stock torch>", "", "times>", "problem")
     key = (
         f'<ul class="legend">{_legend("ours", "as it ran")}{_legend("stock", "stock torch")}'
@@ -128,19 +128,19 @@ def gains(record: Record) -> str:
         else ""
     )
     said = element("p", said_of_gains(gained(record)))
-    return _section("gains", "What was gained", f"{said}{key}{_table(heads, rows)}")
+    return _section("gains", "What was gained", f"{said}{key}{_table(heads, rows[:_MOST_ROWS])}")
 
 
-def _gain(record: Record, gain: Gain) -> list[str]:
-    case, found = record.cases[gain.case], times_of(gain)
-    problem = element("code", cut(short(case.problem), _LONG))
+def _gain(calls: int, gain: Gain, record: Record) -> list[str]:
+    found = times_of(gain)
+    problem = element("code", cut(short(record.cases[gain.case].problem), _LONG))
     if found is None:
         note = element("div", cut(gain.note, _LONG), cls="wrong" if "WRONG" in gain.note else "")
         blank = [_number("")] * 2 + ["<td></td>", _number("")]
-        return [_number(f"{case.calls:,}"), *blank, f'<td class="wide">{problem}{note}</td>']
+        return [_number(f"{calls:,}"), *blank, f'<td class="wide">{problem}{note}</td>']
     longest = max((*gain.seconds, *gain.stock_seconds))
     return [
-        _number(f"{case.calls:,}"),
+        _number(f"{calls:,}"),
         _number(seconds(statistics.median(gain.seconds))),
         _number(seconds(statistics.median(gain.stock_seconds))),
         f'<td class="bar">{times(gain, longest)}</td>',

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from polyattn.integrations.program.asked import Gain, Record
+from polyattn.integrations.program.asked import Record
 from polyattn.report.kit.quantities import percent, plural, seconds
 from polyattn.report.program.gained import Gained, Range, gained, times_of
 from polyattn.report.program.layout import columns, notes, wrapped
@@ -149,11 +150,33 @@ def _gains(record: Record, width: int) -> Iterator[str]:
         return
     yield ""
     yield from wrapped(said_of_gains(gained(record)), width)
-    rows = [("calls", "as it ran", "stock torch", "times", "problem")]
-    for one in classes(record)[:_MOST_CLASSES]:
-        rows += [_gain(record, gain) for gain in one.gains]
-    yield from columns(rows, width, right="rrrr")
+    found = _by_time(record)
+    if found:
+        rows = [("calls", "as it ran", "stock torch", "times", "problem")]
+        yield from columns([*rows, *map(_gain, found[:_MOST_CLASSES])], width, right="rrrr")
+    if len(found) > _MOST_CLASSES:
+        left = len(found) - _MOST_CLASSES
+        yield from wrapped(f"and {left} more kinds of problems; {_MORE}", width, first="  ")
+    yield from _unmeasured(record, width)
     yield from wrapped(f"measured on {record.machine}", width, first="  ", rest="    ")
+
+
+def _by_time(record: Record) -> list[ProblemClass]:
+    """The measured kinds of problems, those that took the most time first."""
+    known = [one for one in classes(record) if one.gain is not None and one.gain.seconds]
+    return sorted(known, key=lambda one: -one.calls * statistics.median(one.gain.seconds))
+
+
+def _unmeasured(record: Record, width: int) -> Iterator[str]:
+    found: dict[str, list[ProblemClass]] = defaultdict(list)
+    for one in classes(record):
+        if one.gain is not None and not one.gain.seconds:
+            found[one.gain.note].append(one)
+    for note, alike in found.items():
+        calls = sum(one.calls for one in alike)
+        what = short(alike[0].cases[0].problem) if len(alike) == 1 else f"{len(alike)} kinds"
+        said = f"{note} ({plural(calls, 'call')}: {what})"
+        yield from wrapped(said, width, first="  ", rest="    ")
 
 
 def said_of_gains(found: Gained) -> str:
@@ -178,14 +201,17 @@ def _factor(value: Range) -> str:
     return f"{value.about:.2f} times, {value.low:.2f} to {value.high:.2f}"
 
 
-def _gain(record: Record, gain: Gain) -> tuple[str, ...]:
-    case, times = record.cases[gain.case], times_of(gain)
-    if times is None:
-        return f"{case.calls:,}", "", "", "", f"{short(case.problem)}: {gain.note}"
-    middle = sorted(gain.seconds)[len(gain.seconds) // 2]
-    stock = sorted(gain.stock_seconds)[len(gain.stock_seconds) // 2]
-    factor = f"{times.about:.2f} ({times.low:.2f}-{times.high:.2f})"
-    return f"{case.calls:,}", seconds(middle), seconds(stock), factor, short(case.problem)
+def _gain(one: ProblemClass) -> tuple[str, ...]:
+    gain = one.gain
+    times = None if gain is None else times_of(gain)
+    assert gain is not None and times is not None
+    return (
+        f"{one.calls:,}",
+        seconds(statistics.median(gain.seconds)),
+        seconds(statistics.median(gain.stock_seconds)),
+        f"{times.about:.2f} ({times.low:.2f}-{times.high:.2f})",
+        short(one.cases[0].problem),
+    )
 
 
 def _unseen(record: Record, width: int) -> Iterator[str]:

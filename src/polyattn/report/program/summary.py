@@ -55,7 +55,7 @@ class ProblemClass:
     """Cases that a choice counts for alike."""
 
     cases: list[Case]
-    gains: list[Gain] = field(default_factory=list)
+    gain: Gain | None = None
 
     @property
     def calls(self) -> int:
@@ -133,7 +133,7 @@ def classes(record: Record) -> list[ProblemClass]:
         one = found.setdefault(case.problem_class, ProblemClass([]))
         one.cases.append(case)
         if place[id(case)] in gains:
-            one.gains.append(gains[place[id(case)]])
+            one.gain = gains[place[id(case)]]
     return sorted(found.values(), key=lambda one: -one.calls)
 
 
@@ -153,5 +153,7 @@ def short(problem: Problem) -> str:
     heads = f"N={p.heads}" if p.heads == p.kv_heads else f"N={p.heads} K={p.kv_heads}"
     dims = f"H={p.head_dim}" if p.head_dim == p.value_dim else f"H={p.head_dim} V={p.value_dim}"
     others = str(p).removeprefix(f"{p.shapes}, ")
+    if p.compiled:  # a compiler's choice is for all sizes of a class, and one stands for them
+        others = others.replace("compiled=True", "compiled, of sizes alike")
     batch = "packed" if p.layout == "packed" else f"B={p.batch}"
     return f"{batch} {lengths} {heads} {dims}, {others}"
