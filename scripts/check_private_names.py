@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOME = "src/polyattn/torch/internals/"
 PLACES = ("src/polyattn", "src/polyattn_pytest", "examples")
 
-# Of Python's own library: named tuples, frames, the raw environment, argparse, processes, executors.
+# Of Python's own library: named tuples, frames, the raw environment, argparse, ends, executors.
 STANDARD = frozenset({
     "_fields", "_replace", "_asdict", "_make", "_getframe", "_current_frames", "_data", "_actions",
     "_exit", "_threads_queues",

@@ -71,4 +71,3 @@ def emit_json(data: Any, target: str = "-") -> None:
         raise PolyattnError(
             f"got --json={target}, which cannot be written ({error}); name another file."
         ) from error
-

@@ -45,8 +45,8 @@ def interpreter_options(argv: Sequence[str]) -> list[str]:
 
     >>> interpreter_options(["python", "-O", "-W", "error", "-m", "polyattn", "run", "x.py"])
     ['-O', '-W', 'error']
-    >>> interpreter_options(["python", "-Xdev", "-um", "polyattn"]), interpreter_options(["polyattn"])
-    (['-Xdev', '-u'], [])
+    >>> interpreter_options(["python", "-Xdev", "-um", "polyattn", "run", "x.py"])
+    ['-Xdev', '-u']
     """
     found: list[str] = []
     at = 1
@@ -65,7 +65,7 @@ def interpreter_options(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def _waited_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def _waited_for(command: list[str], environment: Mapping[str, str]) -> int:
     """Start it and wait, with signals held back so that none is missed; -N if signal N ended it."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or nobody would hear that it ended

@@ -82,7 +82,11 @@ class StoredArray:
         visible = plain["visible"]
         if not fits or math.prod(stored) > _MOST_ENTRIES:
             raise TuningError(f"attn_mask: got shapes {shape} and {stored}; expected broadcasting")
-        if plain["dtype"] not in _BYTES_OF or not isinstance(visible, float) or not 0 <= visible <= 1:
+        if (
+            plain["dtype"] not in _BYTES_OF
+            or not isinstance(visible, float)
+            or not 0 <= visible <= 1
+        ):
             raise TuningError(f"attn_mask: got dtype {plain['dtype']!r}, visible {visible!r}")
         made = cls(plain["dtype"], shape, stored, plain["data"], visible)
         if made.data is not None:

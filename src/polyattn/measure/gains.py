@@ -32,11 +32,7 @@ _FEWEST_ROUNDS = 3
 
 
 def gains_of(
-    cases: list[Case],
-    processes: list[Process],
-    *,
-    limit_s: float,
-    progress: Progress | None = None,
+    cases: list[Case], processes: list[Process], *, limit_s: float, progress: Progress | None = None
 ) -> Iterator[Gain]:
     """Yield a gain for each class of problems, those with the most work first.
 
@@ -169,4 +165,3 @@ def _threads(count: int | None) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
-

@@ -33,7 +33,7 @@ def as_recorded(inputs: Inputs) -> Call:
     problem = inputs.problem
     if problem.layout == "BNTH" and _torch_has(inputs):
         mask, causal = _torchs_mask(inputs)
-        options = {"scale": problem.scale, "enable_gqa": problem.gqa}
+        options: Any = {"scale": problem.scale, "enable_gqa": problem.gqa}
         q, k, v = inputs.q, inputs.k, inputs.v
         return lambda p: scaled_dot_product_attention(q, k, v, mask, p, causal, **options)
 
@@ -60,7 +60,9 @@ def as_stock(inputs: Inputs) -> Call:
     if any(lacking.values()):
         raise TuningError(f"torch's own function has no {next(x for x in lacking if lacking[x])}")
     q, k, v = (to_bnth(x, problem.layout) for x in (inputs.q, inputs.k, inputs.v))
-    mask, causal = _torchs_mask(inputs) if _torch_has(inputs) else (_written_out(inputs, q, k), False)
+    mask, causal = (
+        _torchs_mask(inputs) if _torch_has(inputs) else (_written_out(inputs, q, k), False)
+    )
     scale, gqa = problem.scale, problem.gqa
     return lambda p: from_bnth(stock(q, k, v, mask, p, causal, scale, gqa), problem.layout)
 

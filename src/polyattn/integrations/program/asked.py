@@ -1,4 +1,4 @@
-"""What a program asked of attention, as values: its problems, what they ran on, in which process."""
+"""What a program asked of attention, as values: its problems, and what they ran on, and where."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ class Passed:
 class Process:
     """One process of the program that had torch, and so was reached.
 
-    `group` is shared by those that do the same, as "rank" or "DataLoader worker". `state`: ``ended``,
-    ``running`` (when the record was made), or ``cut short``: by a signal, a crash or an exec.
+    `group` is shared by those that do the same, as "rank" or "DataLoader worker". `state`:
+    ``ended``, ``running`` (when the record was made), or ``cut short``: by a signal, a crash or an
+    exec.
     `threads`: those of torch when the process was first heard of.
     """
 
@@ -81,7 +82,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Unseen:
-    """Something of the program that is known to be out of sight, and why; it has no calls to count."""
+    """Something of the program that is known to be out of sight, and why; its calls are unknown."""
 
     what: str
     why: str

@@ -1,8 +1,8 @@
 """What diffusers' dispatcher hands to other kernels than torch's function: flex, flash, sage, ...
 
 Its models call ``dispatch_attention_fn``, which runs the backend that is asked for or the active
-one. Those named ``native`` are torch's function and routed with it; calls of the others are counted.
-Compiled calls are not.
+one. Those named ``native`` are torch's function and routed with it; calls of the others are
+counted. Compiled calls are not.
 """
 
 from __future__ import annotations

@@ -68,10 +68,12 @@ def _strides(value: Any) -> tuple[tuple[int, ...], ...] | None:
 
 def ran_of(line: dict[str, Any]) -> Ran:
     """Read what a call ran on; schema 1 knows one process."""
-    named = [line["backend"], line["version"], line["source"], line["reason"]]
     fallback = line["fallback"]
     return Ran(
-        *map(str, named),
+        str(line["backend"]),
+        str(line["version"]),
+        str(line["source"]),
+        str(line["reason"]),
         None if fallback is None else str(fallback),
         count(line.get("process", 0), "a place"),
     )

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.integrations.program.asked import Case, Passed, Process, Ran, Record, Unseen
-from polyattn.integrations.program.entries import (
-    case_of,
-    passed_of,
-    process_of,
-    ran_of,
-    unseen_of,
-)
+from polyattn.integrations.program.entries import case_of, passed_of, process_of, ran_of, unseen_of
 from polyattn.integrations.program.ledger import ENDED, Entry, Ledger, RanOn, is_locked
 
 __all__ = ["MOST_CASES_OF_A_CLASS", "joined", "of_ledger", "record_of_folder"]

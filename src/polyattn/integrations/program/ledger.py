@@ -130,10 +130,9 @@ class FileLedger(Ledger):
         self._mapped = None
         self.counts = [0] * (len(self.entries) + 1)
         if self._folder.is_dir():
-            print(
+            sys.stderr.write(
                 f"polyattn run: what process {os.getpid()} asks of attention cannot be written to "
-                f"{self._folder} ({error}), and is not in the report",
-                file=sys.stderr,
+                f"{self._folder} ({error}), and is not in the report\n"
             )
 
 
@@ -188,4 +187,3 @@ def _line(entry: Entry) -> dict[str, Any]:
         return {"kind": "ran", "case": entry.case, **plain(entry.ran)}
     kind = {Passed: "passed", Unseen: "unseen", Process: "process"}[type(entry)]
     return {"kind": kind, **plain(entry)}
-

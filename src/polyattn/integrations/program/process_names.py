@@ -1,4 +1,4 @@
-"""What a process of a program is called: a rank, a worker of a pool or of a data loader, a script."""
+"""What a process of a program is called: a rank, a worker of a pool or a data loader, a script."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,6 +19,8 @@ from polyattn.integrations.sdpa_patch import route_sdpa
 from polyattn.selection.requests import use_backend
 
 __all__ = ["Routed", "route", "routed_here"]
+
+_Leave = Callable[[int], NoReturn]
 
 
 class Routed:
@@ -38,7 +41,8 @@ class Routed:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_fork)
         atexit.register(self._end)
-        os._exit = _first(self._end, os._exit)  # how forks end, those of multiprocessing too
+        # how forks end, those of multiprocessing too
+        os._exit = _first(self._end, os._exit)  # type: ignore[assignment]
 
     def _new_ledger(self) -> FileLedger:
         return FileLedger(self._folder, self._process)
@@ -55,8 +59,8 @@ class Routed:
         self._ledger.end()
 
 
-def _first(before: Callable[[], None], leave: Callable[[int], None]) -> Callable[[int], None]:
-    def _exit(status: int) -> None:
+def _first(before: Callable[[], None], leave: _Leave) -> _Leave:
+    def _exit(status: int) -> NoReturn:
         before()
         leave(status)
 

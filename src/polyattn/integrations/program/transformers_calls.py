@@ -1,9 +1,9 @@
 """What transformers' models compute without torch's function: eager, flex, kernels of the hub.
 
 A model asks ``AttentionInterface.get_interface`` for its attention at each call, by the name in its
-config; what it gets for another name than ``sdpa`` or ours is counted. Some models ask nobody, their
-attention being written out in their own module: of those that know no other, it is noted that
-they were made. Compiled calls are not counted.
+config; what it gets for another name than ``sdpa`` or ours is counted. Some models ask nobody,
+their attention being written out in their own module: of those that know no other, it is noted
+that they were made. Compiled calls are not counted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from polyattn.integrations.program.recorder import Recorder
 __all__ = ["note"]
 
 _SEEN = ("sdpa", "polyattn", "paged|sdpa", "paged|polyattn")
+_OTHERS = ("_supports_sdpa", "_supports_attention_backend")
 _HINT = "; attn_implementation='polyattn' routes it"
 
 
@@ -67,8 +68,8 @@ def _note_models(model: Any, recorder: Recorder) -> None:
 def _only_its_own(kind: Any) -> str:
     """Return a class of attention in a model's module, if that knows no other; "" otherwise."""
     module = sys.modules.get(kind.__module__)
-    asks = hasattr(module, "ALL_ATTENTION_FUNCTIONS")
-    if asks or kind._supports_sdpa or kind._supports_attention_backend:
+    knows_others = any(getattr(kind, name, False) for name in _OTHERS)
+    if knows_others or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return ""
     return next((n for n, each in vars(module).items() if _is_attention(n, each, kind)), "")
 

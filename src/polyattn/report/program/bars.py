@@ -29,7 +29,8 @@ class Colours:
 
 def swatch(colour: str) -> str:
     """Return a small square."""
-    return f'<svg viewBox="0 0 10 10" aria-hidden="true"><rect class="{colour}" width="10" height="10" rx="2"/></svg>'
+    square = f'<rect class="{colour}" width="10" height="10" rx="2"/>'
+    return f'<svg viewBox="0 0 10 10" aria-hidden="true">{square}</svg>'
 
 
 def shares(calls: Mapping[str, int], whole: int, colours: Colours) -> str:
@@ -51,7 +52,7 @@ def shares(calls: Mapping[str, int], whole: int, colours: Colours) -> str:
 
 
 def times(gain: Gain, longest: float) -> str:
-    """Return two bars, as it ran above stock's, each with a line from its fastest to its slowest."""
+    """Return two bars, as it ran above stock's, each with a line from fastest to slowest."""
     parts = [
         _timed("ours", gain.seconds, longest, 2.0),
         _timed("stock", gain.stock_seconds, longest, 15.0),
@@ -66,9 +67,9 @@ def _timed(kind: str, seconds: Sequence[float], longest: float, top: float) -> s
     def at(value: float) -> str:
         return f"{100 * value / longest:.3f}"
 
-    middle = top + 4.5
+    middle, width = top + 4.5, at(statistics.median(seconds))
     return (
-        f'<rect class="{kind}" y="{top}" width="{at(statistics.median(seconds))}" height="9" rx="1"/>'
+        f'<rect class="{kind}" y="{top}" width="{width}" height="9" rx="1"/>'
         f'<line x1="{at(min(seconds))}" x2="{at(max(seconds))}" y1="{middle}" y2="{middle}"/>'
     )
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 
 __all__ = ["columns", "common_tails", "notes", "wrapped"]
 
-_UNIT = re.compile(r"(?<=\d) (?=(?:%|x|us|ms|s|B|KiB|MiB|GiB|times|calls?|rounds?|cores?|threads?|keys?)(?:\W|$))")
+_UNIT = re.compile(
+    r"(?<=\d) (?=(?:%|x|us|ms|s|B|KiB|MiB|GiB|times|calls?|rounds?|cores?|threads?|keys?)(?:\W|$))"
+)
 _RANGE = re.compile(r"(?<=\d) (-|to) (?=\d)")
 _BOUND = "\u00a0"
 """Stands between a number and its unit while lines are broken."""
@@ -31,11 +33,11 @@ def wrapped(text: str, width: int, *, first: str = "", rest: str | None = None) 
 
 
 def columns(rows: Sequence[Sequence[str]], width: int, *, right: str = "") -> Iterator[str]:
-    """Lay out rows, the first being the heads; the last column takes what is left, and wraps.
+    r"""Lay out rows, the first being the heads; the last column takes what is left, and wraps.
 
     `right`: a letter for each column but the last, ``r`` for numbers.
 
-    >>> print(*columns([("calls", "on"), ("12", "native_cpu")], 40, right="r"), sep="\\n")
+    >>> print(*columns([("calls", "on"), ("12", "native_cpu")], 40, right="r"), sep="\n")
       calls  on
          12  native_cpu
     """

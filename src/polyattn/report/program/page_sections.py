@@ -74,7 +74,7 @@ def processes(record: Record, colours: Colours) -> str:
             _number(f"{calls.total():,}"),
             f'<td class="bar">{shares(dict(calls.most_common()), most, colours)}</td>',
             element("td", state, cls="state"),
-            element("td", ", ".join(name or "not routed" for name, _ in calls.most_common()), cls="wide"),
+            element("td", _names(calls), cls="wide"),
         ])  # fmt: skip
     heads = ("process", "pid>", "threads>", "calls>", "", "", "ran on")
     return _section("processes", "Processes", f"{element('p', kinds)}{_table(heads, rows)}")
@@ -87,8 +87,7 @@ def problems(record: Record, colours: Colours) -> str:
         return ""
     heads = ["#>", "calls>", "", "problem", "ran on", *(("times stock>",) if record.gains else ())]
     rows = [
-        _problem(number, one, record, colours)
-        for number, one in enumerate(found[:_MOST_ROWS], 1)
+        _problem(number, one, record, colours) for number, one in enumerate(found[:_MOST_ROWS], 1)
     ]
     said = ""
     if len(found) > _MOST_ROWS:
@@ -105,11 +104,13 @@ def _problem(number: int, one: ProblemClass, record: Record, colours: Colours) -
         _number(f"{one.calls:,}", one.calls),
         f'<td class="bar" data-value="{one.calls}">{shares(backends, record.calls, colours)}</td>',
         f'<td class="wide">{element("code", cut(short(one.cases[0].problem), _LONG))}{more}</td>',
-        element("td", ", ".join(name for name, _ in backends.most_common())),
+        element("td", _names(backends)),
     ]
     if record.gains:
         found = None if one.gain is None else times_of(one.gain)
-        cells.append(_number("", None) if found is None else _number(f"{found.about:.2f}", found.about))
+        cells.append(
+            _number("", None) if found is None else _number(f"{found.about:.2f}", found.about)
+        )
     return cells
 
 
@@ -164,7 +165,9 @@ def refused(record: Record) -> str:
             element("td", cut(why, _LONG), cls="wide"),
             element("td", _numbers(numbers, len(every))),
         ]
-        for (name, why), numbers in sorted(found.items(), key=lambda item: -len(item[1]))[:_MOST_ROWS]
+        for (name, why), numbers in sorted(found.items(), key=lambda item: -len(item[1]))[
+            :_MOST_ROWS
+        ]
     ]
     return _section("refused", "Refused", _table(("backend", "why", "problems"), rows))
 
@@ -183,10 +186,18 @@ def unseen(record: Record) -> str:
     if not found:
         return ""
     rows = [
-        [_number(f"{count:,}"), element("td", cut(what, _LONG)), element("td", cut(why, _LONG), cls="wide")]
+        [
+            _number(f"{count:,}"),
+            element("td", cut(what, _LONG)),
+            element("td", cut(why, _LONG), cls="wide"),
+        ]
         for (what, why), count in found.most_common(_MOST_ROWS)
     ]
     return _section("unseen", "Out of sight", _table(("times>", "what", "why"), rows))
+
+
+def _names(calls: Counter[str]) -> str:
+    return ", ".join(name or "not routed" for name, _ in calls.most_common())
 
 
 def _legend(colour: str, said: str) -> str:
@@ -203,9 +214,8 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
         for head in heads
     )
     body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
-    return (
-        f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    inside = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{inside}</table></div>'
 
 
 def _number(text: str, value: float | None = None) -> str:

@@ -11,14 +11,7 @@ from polyattn.report.kit.document import asset, beginning, document
 from polyattn.report.kit.escaping import cut, element
 from polyattn.report.kit.file import refuse_others, write_document
 from polyattn.report.program.bars import Colours
-from polyattn.report.program.page_sections import (
-    gains,
-    problems,
-    processes,
-    ran,
-    refused,
-    unseen,
-)
+from polyattn.report.program.page_sections import gains, problems, processes, ran, refused, unseen
 from polyattn.report.program.program_text import headline
 from polyattn.report.program.summary import reasons
 

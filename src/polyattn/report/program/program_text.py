@@ -116,7 +116,9 @@ def _processes(record: Record, width: int) -> Iterator[str]:
         yield from wrapped(said, width, first="  ", rest="    ")
     running = [one.name for one in record.processes if one.state == "running"]
     if running:
-        said = f"went on after the program: {plural(len(running), 'process')}, counted up to its end"
+        said = (
+            f"went on after the program: {plural(len(running), 'process')}, counted up to its end"
+        )
         yield from wrapped(said, width, first="  ", rest="    ")
 
 
@@ -124,7 +126,9 @@ def _shares(calls: Counter[str]) -> str:
     total = calls.total()
     if len(calls) == 1:
         return next(iter(calls)) or "not routed"
-    return ", ".join(f"{name or 'not routed'} {percent(n, total)}" for name, n in calls.most_common())
+    return ", ".join(
+        f"{name or 'not routed'} {percent(n, total)}" for name, n in calls.most_common()
+    )
 
 
 def _problems(record: Record, width: int) -> Iterator[str]:
@@ -163,8 +167,9 @@ def _gains(record: Record, width: int) -> Iterator[str]:
 
 def _by_time(record: Record) -> list[ProblemClass]:
     """The measured kinds of problems, those that took the most time first."""
-    known = [one for one in classes(record) if one.gain is not None and one.gain.seconds]
-    return sorted(known, key=lambda one: -one.calls * statistics.median(one.gain.seconds))
+    known = [(one, one.gain.seconds) for one in classes(record) if one.gain and one.gain.seconds]
+    known.sort(key=lambda pair: -pair[0].calls * statistics.median(pair[1]))
+    return [one for one, _ in known]
 
 
 def _unmeasured(record: Record, width: int) -> Iterator[str]:
@@ -186,8 +191,8 @@ def said_of_gains(found: Gained) -> str:
     wrong = f" {found.wrong} of the results were WRONG." if found.wrong else ""
     busy = f"; others took up to {found.foreign:.0%} of the cores" if found.foreign > 0.06 else ""
     return (
-        f"Attention took about {_range(found.seconds)}; with stock torch {_range(found.stock_seconds)}: "
-        f"{_factor(found.times)}. That is all processes together, "
+        f"Attention took about {_range(found.seconds)}; with stock torch "
+        f"{_range(found.stock_seconds)}: {_factor(found.times)}. That is all processes together, "
         f"{percent(found.measured, found.calls)} of the routed calls, forward and backward, made "
         f"again afterwards and checked{busy}.{wrong}"
     )
@@ -204,7 +209,8 @@ def _factor(value: Range) -> str:
 def _gain(one: ProblemClass) -> tuple[str, ...]:
     gain = one.gain
     times = None if gain is None else times_of(gain)
-    assert gain is not None and times is not None
+    assert gain is not None
+    assert times is not None
     return (
         f"{one.calls:,}",
         seconds(statistics.median(gain.seconds)),

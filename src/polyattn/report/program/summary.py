@@ -1,4 +1,4 @@
-"""A record in groups: what ran where and why, what each kind of process did, the kinds of problems."""
+"""A record in groups: what ran where and why, kinds of processes, kinds of problems."""
 
 from __future__ import annotations
 

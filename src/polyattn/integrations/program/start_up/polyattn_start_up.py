@@ -1,13 +1,17 @@
 """Waits in a process of a program until it imports torch, and only then brings in polyattn.
 
-Imported by `sitecustomize` beside it, before anything of the program runs: it must be quick, and may
-change nothing that the program could notice. What cannot be reached is written down.
+Imported by `sitecustomize` beside it, before anything of the program runs: it must be quick, and
+may change nothing that the program could notice. What cannot be reached is written down.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 # What is waited for, and what it means that it was imported.
 _OF_OTHERS = "computes attention by kernels of its own, whose calls are not seen"
@@ -19,7 +23,7 @@ _LIBRARIES = {
     "flash_attn_interface": _OF_OTHERS,
     "sageattention": _OF_OTHERS,
     "xformers.ops": _OF_OTHERS,
-    "jax": "its attention is not routed: polyattn.jax.attention is called by the program itself",
+    "jax": "its attention is not routed; a program calls polyattn.jax.attention itself",
 }
 _HOME = os.path.realpath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 _PYTHON = re.compile(r"python[\d.]*t?(\.exe)?")
@@ -29,7 +33,7 @@ _POPEN = (
 )  # fmt: skip
 
 
-def begin(folder):
+def begin(folder: str) -> None:
     """Wait for the libraries in this process, which belongs to the run of this folder."""
     waiting = _Waiting(folder)
     sys.meta_path.insert(0, waiting)
@@ -40,22 +44,22 @@ def begin(folder):
 class _Waiting:
     """A finder that finds nothing itself, and hears when one of the libraries was imported."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: str) -> None:
         self.folder = folder
         self.names = {"subprocess", *_LIBRARIES}
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self.names:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            spec: Any = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = _Loader(spec.loader, self)
                 return spec
         return None
 
-    def imported(self, name, module):
+    def imported(self, name: str, module: Any) -> None:
         """Do what belongs to a library that was just imported, once."""
         if name not in self.names:
             return
@@ -71,32 +75,33 @@ class _Waiting:
 class _Loader:
     """The loader of a library, until it has loaded it."""
 
-    def __init__(self, loader, waiting):
+    def __init__(self, loader: Any, waiting: _Waiting) -> None:
         self._loader, self._waiting = loader, waiting
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def exec_module(self, module):
+    def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._waiting.imported(module.__spec__.name, module)
 
 
-def say(folder, what, why):
+def say(folder: str, what: str, why: str) -> None:
     """Write down what is out of sight; nothing if the run is over."""
     if os.path.isdir(folder):
         with open(os.path.join(folder, f"{os.getpid()}.said"), "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, "why": why}) + "\n")
 
 
-def _route(name, folder):
+def _route(name: str, folder: str) -> None:
     """Route this process once it has torch, and see to the other libraries; or say why not."""
     from importlib.util import find_spec
 
     what = " ".join(sys.orig_argv[1:])[:200] or "python"
     spec = find_spec("polyattn")
-    home = None if spec is None or not spec.origin else os.path.realpath(os.path.dirname(spec.origin))
+    origin = None if spec is None else spec.origin
+    home = None if not origin else os.path.realpath(os.path.dirname(origin))
     if home != _HOME:
         where = "no polyattn" if home is None else f"another polyattn, in {home}"
         say(folder, what, f"its Python, {sys.executable}, has {where}")
@@ -109,30 +114,30 @@ def _route(name, folder):
         say(folder, what, f"{name} was imported, but not routed: {type(error).__name__}: {error}")
 
 
-def _watch_children(subprocess, folder):
+def _watch_children(subprocess: Any, folder: str) -> None:
     """Look at each child that is started, whether it can be reached."""
     start = subprocess.Popen.__init__
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {**dict(zip(_POPEN, args, strict=False)), **kwargs}
         why = unreachable(given.get("args"), given.get("env"), folder)
         if why:
             say(folder, why[0], why[1])
         start(self, *args, **kwargs)
 
-    __init__.__wrapped__ = start
     __init__.__doc__ = start.__doc__
+    __init__.__dict__["__wrapped__"] = start  # for those who ask for the signature
     subprocess.Popen.__init__ = __init__
 
 
-def unreachable(command, env, folder):
+def unreachable(command: Any, env: Any, folder: str) -> tuple[str, str] | None:
     """Return what cannot be reached, and why; None for what can be, or is no Python to be seen."""
-    words = [command] if isinstance(command, (str, bytes, os.PathLike)) else command
-    if not isinstance(words, (list, tuple)) or not words:
+    given = [command] if isinstance(command, str | bytes | os.PathLike) else command
+    if not isinstance(given, list | tuple) or not given:
         return None
-    if not all(isinstance(word, (str, bytes, os.PathLike)) for word in words):
+    if not all(isinstance(word, str | bytes | os.PathLike) for word in given):
         return None
-    words = [os.fsdecode(word) for word in words]
+    words = [str(os.fsdecode(word)) for word in given]
     if not _PYTHON.fullmatch(os.path.basename(words[0])) and words[0] != sys.executable:
         return None
     said = " ".join(words)[:200]
@@ -140,14 +145,14 @@ def unreachable(command, env, folder):
         if flag in "IES":
             does = "runs no sitecustomize" if flag == "S" else "reads no PYTHONPATH"
             return said, f"python -{flag} {does}, by which programs are reached"
-    given = os.environ if env is None else env
-    lacking = [name for name in ("POLYATTN_RUN", "PYTHONPATH") if not _has(given, name, folder)]
-    if lacking:
-        return said, f"it was started with another environment, whose {lacking[0]} is not the run's"
+    around = os.environ if env is None else env
+    for name in ("POLYATTN_RUN", "PYTHONPATH"):
+        if not _has(around, name, folder):
+            return said, f"it was started with another environment, whose {name} is not the run's"
     return None
 
 
-def _flags(words):
+def _flags(words: Sequence[str]) -> Iterator[str]:
     """The one-letter options of a command line of Python."""
     for word in words:
         if not word.startswith("-") or word.startswith("--") or word == "-":
@@ -160,13 +165,12 @@ def _flags(words):
             return
 
 
-def _has(env, name, folder):
+def _has(env: Mapping[Any, Any], name: str, folder: str) -> bool:
     """Whether an environment has what a child is reached by."""
-    try:
-        value = os.fsdecode(env[name])
-    except KeyError:
+    value = env.get(name, env.get(os.fsencode(name)))
+    if value is None:
         return False
     if name == "POLYATTN_RUN":
-        return value == folder
+        return os.fsdecode(value) == folder
     here = os.path.dirname(os.path.abspath(__file__))
-    return here in map(os.path.abspath, value.split(os.pathsep))
+    return here in map(os.path.abspath, os.fsdecode(value).split(os.pathsep))
