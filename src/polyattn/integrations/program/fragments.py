@@ -62,7 +62,7 @@ def _read(path: Path) -> _Fragment:
             found.entries.append((place, counts[place], _entry(kind, line)))
     if found.process is not None:
         ended = len(counts) > ENDED and counts[ENDED] == 1
-        state = "ended" if ended else "running" if is_locked(counts_of) else "cut short"
+        state = "ended" if ended else "running" if is_locked(path) else "cut short"
         found.process = replace(found.process, state=state)
     return found
 

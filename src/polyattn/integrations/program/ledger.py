@@ -3,7 +3,7 @@
 A :class:`Ledger` is in memory. A :class:`FileLedger` lies in two files of a folder: the lines,
 appended one at a time, and the counts, mapped into memory. The counts belong to the system and not
 to the process, so that a process that is killed in the middle of its work loses nothing, and
-counting a call costs no system call. A lock on the counts, which ends with its process however that
+counting a call costs no system call. A lock on the lines, which ends with its process however that
 ends, says whether the process is still there.
 """
 
@@ -43,7 +43,10 @@ Entry = Process | Case | RanOn | Passed | Unseen
 
 
 class Ledger:
-    """Entries, and how often each occurred: ``counts[place]``, raised by who has the place."""
+    """Entries, and how often each occurred: ``counts[place]``, raised by who has the place.
+
+    Adding an entry may replace `counts`: the place first, then the counts.
+    """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -55,6 +58,10 @@ class Ledger:
         self.counts.append(0)
         return len(self.entries)
 
+    def count(self, place: int, times: int = 1) -> None:
+        """Count what is at a place."""
+        self.counts[place] += times
+
 
 class FileLedger(Ledger):
     """A ledger in a folder; `process` gives what this process is called, when it first has to.
@@ -65,7 +72,7 @@ class FileLedger(Ledger):
     def __init__(self, folder: Path, process: Callable[[], Process]) -> None:
         super().__init__()
         self._folder, self._process = folder, process
-        self._lines: Any = None
+        self._lines: int | None = None
         self._mapped: _Counts | None = None
         self._said: Process | None = None
         self._lost = False
@@ -103,13 +110,20 @@ class FileLedger(Ledger):
             self._lose(error)
         return place
 
+    def close(self) -> None:
+        """Let go of the files; for a fork, whose parent's they are."""
+        if self._lines is not None:
+            os.close(self._lines)
+        if self._mapped is not None:
+            os.close(self._mapped.file)
+        self._lines = self._mapped = None
+
     def _open(self) -> None:
         name = self._folder / f"{os.getpid()}-{time.time_ns()}"
         try:
-            self._mapped = _Counts(name.with_suffix(".counts"))
-            self._lines = open(  # noqa: SIM115 - for as long as the process lasts
-                name.with_suffix(".jsonl"), "ab", buffering=0
-            )
+            self._mapped = _Counts(_created(name.with_suffix(".counts")))
+            self._lines = _created(name.with_suffix(".jsonl"))
+            _lock(self._lines)
             self.counts = self._mapped.room_for(ENDED)
         except OSError as error:
             self._lose(error)
@@ -117,17 +131,15 @@ class FileLedger(Ledger):
     def _write(self, line: dict[str, Any]) -> None:
         if self._lost or self._lines is None:
             return
-        text = json.dumps(line).encode() + b"\n"
         try:
-            if self._lines.write(text) != len(text):  # a part of a line is no line to its reader
-                raise OSError("no space is left")
+            _write_whole(self._lines, json.dumps(line).encode() + b"\n")
         except OSError as error:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
         """Count on in memory, for nobody: the run is over, or its folder cannot be written."""
         self._lost = True
-        self._mapped = None
+        self.close()
         self.counts = [0] * (len(self.entries) + 1)
         if self._folder.is_dir():
             sys.stderr.write(
@@ -139,27 +151,40 @@ class FileLedger(Ledger):
 class _Counts:
     """Counts of eight bytes each, in a file that is mapped, and grows."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 - locked while it is open
+    def __init__(self, file: int) -> None:
+        self.file = file
         self._room = 0
         self._view: Any = None
-        _lock(self._file)
 
     def room_for(self, place: int) -> MutableSequence[int]:
         """Return the counts, of which there are more than `place`."""
         if place >= self._room:
             more = max(_COUNTS_AT_FIRST, self._room)
             # written and not only made longer: a full disk is an error here, and not a crash later
-            self._file.seek(0, os.SEEK_END)
-            if self._file.write(bytes(8 * more)) != 8 * more:
-                raise OSError("no space is left")
+            _write_whole(self.file, bytes(8 * more))
             self._room += more
-            self._view = memoryview(mmap.mmap(self._file.fileno(), 8 * self._room)).cast("Q")
+            self._view = memoryview(mmap.mmap(self.file, 8 * self._room)).cast("Q")
         return self._view  # type: ignore[no-any-return]
 
 
-def _lock(file: Any) -> None:
-    """Hold the file while this process lives; a lock of this kind is no fork's."""
+# Numbers of files and not objects: a program must hear nothing of files that are never closed.
+
+
+def _created(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0)
+    return os.open(path, flags, 0o600)
+
+
+def _write_whole(file: int, text: bytes) -> None:
+    if os.write(file, text) != len(text):  # a part of a line is no line to its reader
+        raise OSError("no space is left")
+
+
+def _lock(file: int) -> None:
+    """Hold the file while this process lives; a lock of this kind is no fork's.
+
+    It would end, too, if this process closed another descriptor of the same file, as a mapping has.
+    """
     with suppress(ImportError):  # not on Windows, where nobody asks for it either
         import fcntl
 
@@ -167,7 +192,7 @@ def _lock(file: Any) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether the process that counts in this file is still there."""
+    """Whether the process that writes these lines is still there."""
     try:
         import fcntl
     except ImportError:

@@ -113,12 +113,12 @@ class Recorder:
                 self._shapes[reason] += 1
                 if self._shapes[reason] > _MOST_SHAPES:
                     entry = Passed(reason, "of further shapes", 0)
-            self._ledger.counts[self._place(entry)] += 1
+            self._ledger.count(self._place(entry))
 
     def unseen(self, what: str, why: str) -> None:
         """Note something that is out of sight."""
         with self._lock:
-            self._ledger.counts[self._place(Unseen(what, why))] += 1
+            self._ledger.count(self._place(Unseen(what, why)))
 
     def record(self, program: Sequence[str] = ()) -> Record:
         """Return what was heard so far, if the ledger is in memory."""

@@ -52,6 +52,7 @@ class Routed:
 
     def _in_fork(self) -> None:
         """Begin anew: what was counted is the parent's. The file is made when there is a call."""
+        self._ledger.close()
         self._ledger = self._new_ledger()
         self.recorder.begin(self._ledger)
 

@@ -146,6 +146,8 @@ def unreachable(command: Any, env: Any, folder: str) -> tuple[str, str] | None:
             does = "runs no sitecustomize" if flag == "S" else "reads no PYTHONPATH"
             return said, f"python -{flag} {does}, by which programs are reached"
     around = os.environ if env is None else env
+    if not isinstance(around, Mapping):
+        return None  # an error, which is not ours to raise
     for name in ("POLYATTN_RUN", "PYTHONPATH"):
         if not _has(around, name, folder):
             return said, f"it was started with another environment, whose {name} is not the run's"
@@ -166,11 +168,12 @@ def _flags(words: Sequence[str]) -> Iterator[str]:
 
 
 def _has(env: Mapping[Any, Any], name: str, folder: str) -> bool:
-    """Whether an environment has what a child is reached by."""
-    value = env.get(name, env.get(os.fsencode(name)))
-    if value is None:
+    """Whether an environment, whose names may be bytes, has what a child is reached by."""
+    named = {os.fsdecode(key): value for key, value in env.items() if isinstance(key, str | bytes)}
+    if name not in named:
         return False
+    value = os.fsdecode(named[name])
     if name == "POLYATTN_RUN":
-        return os.fsdecode(value) == folder
+        return value == folder
     here = os.path.dirname(os.path.abspath(__file__))
-    return here in map(os.path.abspath, os.fsdecode(value).split(os.pathsep))
+    return here in map(os.path.abspath, value.split(os.pathsep))
