@@ -32,7 +32,9 @@ def folder(tmp_path, monkeypatch):
 
 class TestAsPython:
     def test_no_torch_at_all(self, folder):
-        text = "import sys\nprint('torch' in sys.modules, 'polyattn' in sys.modules, sys.argv[1:])\n"
+        text = (
+            "import sys\nprint('torch' in sys.modules, 'polyattn' in sys.modules, sys.argv[1:])\n"
+        )
         (folder / "plain.py").write_text(text)
         done = polyattn("run", "plain.py", "--json", "x")
         assert (done.returncode, done.stdout) == (0, "False False ['--json', 'x']\n")

@@ -56,7 +56,9 @@ def test_a_file_of_the_schema_before(tmp_path):
     path.write_text(OF_SCHEMA_1)
     record = read_record(path)
     assert (record.calls, record.program, record.processes) == (4, ("p1.py",), [])
-    assert record.cases[0].ran == Counter({Ran("native_cpu", "0.1.0", "HEURISTIC", "faster here"): 3})
+    assert record.cases[0].ran == Counter(
+        {Ran("native_cpu", "0.1.0", "HEURISTIC", "faster here"): 3}
+    )
     write_record(record, path)
     assert json.loads(path.read_text().splitlines()[0])["schema"] == 2
     assert read_record(path) == record

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 __all__ = ["columns", "common_tails", "notes", "wrapped"]
 
-_UNIT = re.compile(
-    r"(?<=\d) (?=(?:%|x|us|ms|s|B|KiB|MiB|GiB|times|calls?|rounds?|cores?|threads?|keys?)(?:\W|$))"
-)
+_UNITS = "%|x|us|ms|s|B|KiB|MiB|GiB|times|calls?|rounds?|cores?|threads?|keys?|not"
+_UNIT = re.compile(rf"(?<=\d) (?=(?:{_UNITS})(?:\W|$))")
 _RANGE = re.compile(r"(?<=\d) (-|to) (?=\d)")
 _BOUND = "\u00a0"
 """Stands between a number and its unit while lines are broken."""
