@@ -48,7 +48,8 @@ def _count_calls(interface: Any, recorder: Recorder, hint: str) -> None:
 def _reason(implementation: str | None, default: Callable[..., Any]) -> str:
     model = str(getattr(default, "__module__", "")).rpartition(".modeling_")[2]
     name = implementation or "eager"
-    return f"transformers' {name} attention of {model or 'a model'}"
+    what = name if name.endswith("attention") else f"{name} attention"
+    return f"transformers' {what} of {model or 'a model'}"
 
 
 def _note_models(model: Any, recorder: Recorder) -> None:

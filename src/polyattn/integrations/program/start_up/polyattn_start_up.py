@@ -27,6 +27,7 @@ _LIBRARIES = {
 }
 _HOME = os.path.realpath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 _PYTHON = re.compile(r"python[\d.]*t?(\.exe)?")
+_LONG = 100
 _POPEN = (
     "args", "bufsize", "executable", "stdin", "stdout", "stderr", "preexec_fn", "close_fds",
     "shell", "cwd", "env",
@@ -98,7 +99,7 @@ def _route(name: str, folder: str) -> None:
     """Route this process once it has torch, and see to the other libraries; or say why not."""
     from importlib.util import find_spec
 
-    what = " ".join(sys.orig_argv[1:])[:200] or "python"
+    what = " ".join(" ".join(sys.orig_argv[1:]).split())[:_LONG] or "python"
     spec = find_spec("polyattn")
     origin = None if spec is None else spec.origin
     home = None if not origin else os.path.realpath(os.path.dirname(origin))
@@ -121,13 +122,21 @@ def _watch_children(subprocess: Any, folder: str) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {**dict(zip(_POPEN, args, strict=False)), **kwargs}
         why = unreachable(given.get("args"), given.get("env"), folder)
-        if why:
+        if why and not _is_compiler(sys._getframe(1)):
             say(folder, why[0], why[1])
         start(self, *args, **kwargs)
 
     __init__.__doc__ = start.__doc__
     __init__.__dict__["__wrapped__"] = start  # for those who ask for the signature
     subprocess.Popen.__init__ = __init__
+
+
+def _is_compiler(frame: Any) -> bool:
+    """Whether a child is started by torch's or Triton's compiler, for work without attention."""
+    while frame is not None and frame.f_globals.get("__name__") in ("subprocess", __name__):
+        frame = frame.f_back
+    caller = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return caller.startswith(("torch.", "triton.")) and not caller.startswith("torch.distributed.")
 
 
 def unreachable(command: Any, env: Any, folder: str) -> tuple[str, str] | None:
@@ -140,7 +149,8 @@ def unreachable(command: Any, env: Any, folder: str) -> tuple[str, str] | None:
     words = [str(os.fsdecode(word)) for word in given]
     if not _PYTHON.fullmatch(os.path.basename(words[0])) and words[0] != sys.executable:
         return None
-    said = " ".join(words)[:200]
+    said = " ".join(" ".join(words).split())
+    said = said if len(said) <= _LONG else said[: _LONG - 3] + "..."
     for flag in _flags(words[1:]):
         if flag in "IES":
             does = "runs no sitecustomize" if flag == "S" else "reads no PYTHONPATH"
