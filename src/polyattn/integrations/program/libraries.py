@@ -39,6 +39,6 @@ def register(library: str, recorder: Recorder) -> bool:
     try:
         importlib.import_module(module).register()
     except PolyattnError as error:
-        recorder.unseen(library, f"\"polyattn\" is not registered there: {error}")
+        recorder.unseen(library, f'"polyattn" is not registered there: {error}')
         return False
     return True

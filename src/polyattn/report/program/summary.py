@@ -146,7 +146,7 @@ def short(problem: Problem) -> str:
     """Return a problem in a line: B T S N K H as everywhere, then its other facts.
 
     >>> short(Problem(batch=1, q_len=9, kv_len=9, heads=4, kv_heads=2, head_dim=64))
-    'B=1 T=S=9 N=4 K=2 H=64, float32, cpu'
+    'B=1 T=S=9 N=4 K=2 H=64 BTNH, float32, cpu'
     """
     p = problem
     lengths = f"T=S={p.q_len}" if p.q_len == p.kv_len else f"T={p.q_len} S={p.kv_len}"
@@ -156,4 +156,5 @@ def short(problem: Problem) -> str:
     if p.compiled:  # a compiler's choice is for all sizes of a class, and one stands for them
         others = others.replace("compiled=True", "compiled, of sizes alike")
     batch = "packed" if p.layout == "packed" else f"B={p.batch}"
-    return f"{batch} {lengths} {heads} {dims}, {others}"
+    layout = " BTNH" if p.layout == "BTNH" else ""  # torch's own function has the other one
+    return f"{batch} {lengths} {heads} {dims}{layout}, {others}"
