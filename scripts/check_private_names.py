@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 HOME = "src/polyattn/torch/internals/"
 PLACES = ("src/polyattn", "src/polyattn_pytest", "examples")
 
-# Of Python's own library: named tuples, frames, the raw environment, argparse.
+# Of Python's own library: named tuples, frames, the raw environment, argparse, ends, executors.
 STANDARD = frozenset({
     "_fields", "_replace", "_asdict", "_make", "_getframe", "_current_frames", "_data", "_actions",
+    "_exit", "_threads_queues",
 })  # fmt: skip
 
 # Files whose names have not been moved yet. This list only ever gets shorter.

@@ -70,6 +70,32 @@ class TestRecord:
         assert run.header.argv == ("program.py", "--fail", "x")
         assert {record.module for record in run.records} == {"", "up", "act", "down"}
 
+    def test_an_executor_that_nobody_shut_down(self, folder):
+        """Its threads end with the interpreter only; what they have to do is waited for."""
+        Path("pools.py").write_text(
+            "import os, time, torch\n"
+            "from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor\n"
+            "threads, processes = ThreadPoolExecutor(1), ProcessPoolExecutor(1)\n"
+            "net = torch.nn.Linear(2, 2)\n"
+            "def late():\n"
+            "    time.sleep(0.5)\n"
+            "    net(torch.ones(1, 2))\n"
+            "    print('done', flush=True)\n"
+            "for _ in range(3):\n"
+            "    threads.submit(late)\n"
+            "processes.submit(os.getpid).result()\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "polyattn", "trace", "record", "--out", "run.jsonl", "pools.py"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": str(SRC)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("done") == 3
+        assert "3 calls" in done.stderr
+
     def test_a_module_and_json(self, folder, capsys, monkeypatch):
         code, _, _ = trace(
             capsys, "record", "--json=said.json", "--out", "run.jsonl", "--layers", "^up$|^act$",

@@ -112,7 +112,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     if options.from_record:
         if options.q:
             raise PolyattnError("got --q and --from-record, expected one of them.")
-        from polyattn.integrations.recording import read_record
+        from polyattn.integrations.program.record_file import read_record
 
         return [case.problem for case in read_record(options.from_record).cases]
     if not options.q:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyattn.errors import PolyattnError
+from polyattn.report.kit.quantities import seconds
 
 __all__ = ["console", "emit_json", "note", "seconds", "table"]
 
@@ -70,17 +71,3 @@ def emit_json(data: Any, target: str = "-") -> None:
         raise PolyattnError(
             f"got --json={target}, which cannot be written ({error}); name another file."
         ) from error
-
-
-def seconds(value: float | None) -> str:
-    """Write a time with a unit that fits.
-
-    >>> seconds(0.00001234), seconds(0.25), seconds(None)
-    ('12.3 us', '250 ms', '')
-    """
-    if value is None:
-        return ""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size * 0.9995 or unit == "us":
-            return f"{value / size:.3g} {unit}"
-    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import io
 import os
 import runpy
@@ -14,6 +15,8 @@ from pathlib import Path
 from polyattn.errors import PolyattnError
 
 __all__ = ["check_program", "run_program"]
+
+_LOOK_EVERY_S = 0.1
 
 
 def check_program(program: Sequence[str]) -> None:
@@ -97,10 +100,31 @@ def _shown(error: BaseException, code: int) -> int:
 
 
 def _await_threads(ours: frozenset[threading.Thread]) -> None:
-    """Wait for what the program started; threads that were there before are not its own."""
-    for thread in threading.enumerate():
-        if thread not in ours and not thread.daemon:
-            thread.join()
+    """Wait for what the program started; threads that were there before are not its own.
+
+    The threads of an executor that nobody has shut down wait for more work, and end only with the
+    interpreter: those are waited for until they have nothing to do.
+    """
+    started = [each for each in threading.enumerate() if each not in ours and not each.daemon]
+    idle_before: set[threading.Thread] = set()
+    while started:
+        idle = {each for each in started if _waits_for_work(each)}
+        started = [each for each in started if each.is_alive() and each not in idle & idle_before]
+        idle_before = idle
+        for each in started:
+            each.join(_LOOK_EVERY_S / len(started))
+
+
+def _waits_for_work(thread: threading.Thread) -> bool:
+    """Whether this is an executor's thread, of `concurrent.futures`, without work at present."""
+    pending = getattr(thread, "pending_work_items", None)  # of an executor of processes
+    if pending is not None:
+        return not pending
+    queue = concurrent.futures.thread._threads_queues.get(thread)
+    frame = sys._current_frames().get(thread.ident or 0)
+    if queue is None or frame is None or not queue.empty():
+        return False
+    return frame.f_code.co_filename == concurrent.futures.thread.__file__  # not in a task
 
 
 def _own_frames_cut(error: BaseException) -> types.TracebackType | None:

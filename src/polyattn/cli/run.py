@@ -3,50 +3,67 @@
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+import dataclasses
+import shutil
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from polyattn.cli.arguments import parser, split_program
-from polyattn.cli.printing import console, emit_json, note, table
-from polyattn.cli.program import check_program, run_program
+from polyattn.cli.arguments import number, parser, split_program
+from polyattn.cli.program import check_program
+from polyattn.cli.supervise import run_supervised
+from polyattn.errors import PolyattnError
 
 if TYPE_CHECKING:
-    from polyattn.integrations.recording import Case, Record, Recorder
+    from polyattn.integrations.program.asked import Record
 
 __all__ = ["add_request", "main", "record_program"]
 
 SUMMARY = """Run a program as `python SCRIPT ARGS` (or `-m MODULE ARGS`) would, with every call of
-torch.nn.functional.scaled_dot_product_attention routed through polyattn; afterwards say
-on stderr what ran. The exit code is the program's."""
+torch.nn.functional.scaled_dot_product_attention routed through polyattn, in the processes
+that it starts too; afterwards say on stderr what ran. The exit code is the program's."""
+
+_WIDTH = 80
+_GAINS_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a program; returns its exit code."""
+    """Run a program, or report on a record; returns the program's exit code, or 0."""
     made = _parser()
     ours, program = split_program(made, argv)
     options = made.parse_args(ours)
-    check_program(program)
-    code, recorder = record_program(program, options)
-    record = recorder.record(program)
-    if options.record:
-        from polyattn.integrations.recording import write_record
-
-        write_record(record, options.record)
-        note(f"record: {options.record} ({len(record.cases)} cases)")
-    if options.json:
-        emit_json(_plain(record, code), options.json)
+    _check_outputs(options)
+    if options.from_record:
+        code, record = 0, _stored(options, program)
     else:
-        _print(record)
+        check_program(program)
+        code, record = record_program(program, options)
+    if options.gains:
+        record = measured(record, options.gains)
+    _report(record, code, options)
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser("run", SUMMARY, usage="polyattn run [options] SCRIPT [ARGS] | -m MODULE [ARGS]")
+    usage = "polyattn run [options] SCRIPT [ARGS] | -m MODULE [ARGS] | --from-record FILE"
+    made = parser("run", SUMMARY, usage=usage)
     add_request(made)
     made.add_argument(
-        "--record", metavar="FILE", help="write the problems, for `polyattn tune --from-record`"
+        "--record", metavar="FILE", help="write the problems, for later reports and for tuning"
     )
+    made.add_argument(
+        "--from-record", metavar="FILE", help="run nothing: report on what --record FILE wrote"
+    )
+    made.add_argument(
+        "--gains",
+        nargs="?",
+        const=_GAINS_S,
+        type=number("seconds", 1),
+        metavar="SECONDS",
+        help="then time the problems against stock torch, for about this long (--gains=SECONDS, "
+        f"default {_GAINS_S:g}), the most work first",
+    )
+    made.add_argument("--html", metavar="FILE", help="write the report as a page, too")
     return made
 
 
@@ -73,73 +90,73 @@ def add_request(made: argparse.ArgumentParser) -> None:
     )
 
 
-def record_program(program: Sequence[str], options: argparse.Namespace) -> tuple[int, Recorder]:
-    """Run a program with everything recorded; returns its exit code and the recorder."""
-    from polyattn.selection.requests import use_backend
+def record_program(program: Sequence[str], options: argparse.Namespace) -> tuple[int, Record]:
+    """Run a program with everything recorded; returns its exit code and the record."""
+    from polyattn.integrations.program.run_folder import Asked, run_folder
+    from polyattn.selection.requests import Request
 
-    wanted = options.backend or options.never or options.on_unsupported
-    request = None
-    if wanted:
-        request = use_backend(
-            *options.backend, never=options.never, on_unsupported=options.on_unsupported
-        )
-    from polyattn.integrations.recording import Recorder
-    from polyattn.integrations.sdpa_patch import route_sdpa
-
-    recorder = Recorder()
-    with route_sdpa(recorder, request):
-        code = run_program(program)
-    return code, recorder
+    Request.make(options.backend, options.never, options.on_unsupported)  # misspelt names fail here
+    asked = Asked(tuple(options.backend), tuple(options.never), options.on_unsupported)
+    with run_folder(asked, program) as folder:
+        code = run_supervised(program, folder.environment())
+        return code, folder.record(program)
 
 
-def _classes(record: Record) -> list[list[Case]]:
-    grouped: dict[str, list[Case]] = defaultdict(list)
-    for case in record.cases:
-        grouped[case.problem_class].append(case)
-    return sorted(grouped.values(), key=lambda cases: -sum(case.calls for case in cases))
+def measured(record: Record, limit_s: float) -> Record:
+    """Return the record with the gains of its cases; Ctrl-C keeps what is done."""
+    from polyattn.cli.progress import progress_bar
+    from polyattn.measure.gains import gains_of, machine
+
+    gains = []
+    with progress_bar("gains") as report:
+        try:
+            for gain in gains_of(record.cases, record.processes, limit_s=limit_s, progress=report):
+                gains.append(gain)
+        except KeyboardInterrupt:
+            print("interrupted: the gains measured so far are reported", file=sys.stderr)
+    return dataclasses.replace(record, gains=gains, machine=machine())
 
 
-def _print(record: Record) -> None:
-    out = console(error=True)
-    rows = []
-    for cases in _classes(record):
-        counted: dict[Any, int] = defaultdict(int)
-        for case in cases:
-            for ran, calls in case.ran.items():
-                counted[ran] += calls
-        more = f" (+{len(cases) - 1} alike)" if len(cases) > 1 else ""
-        for ran, calls in counted.items():
-            reason = ran.reason + (f" (fallback: {ran.fallback})" if ran.fallback else "")
-            rows.append(
-                (f"{cases[0].problem}{more}", calls, ran.backend, ran.version, ran.source, reason)
-            )
-    columns = ("problem*", "calls>", "backend", "version", "source", "reason*")
-    out.print()
-    out.print(table(columns, rows, f"{record.calls} attention calls"))
-    if record.passed:
-        left = [(p.reason, p.shapes, p.calls) for p in record.passed]
-        out.print()
-        out.print(table(("reason*", "shapes*", "calls>"), left, "left to torch itself"))
-    if not record.calls:
-        out.print("The program made no call of scaled_dot_product_attention.")
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raise before anything runs where a page could not be written afterwards."""
+    if options.html:
+        from polyattn.report.program.program_page import check_page
+
+        check_page(options.html)
 
 
-def _plain(record: Record, code: int) -> dict[str, Any]:
-    return {
-        "exit_code": code,
-        "calls": record.calls,
-        "classes": [
-            {
-                "problem": str(cases[0].problem),
-                "problem_class": cases[0].problem_class,
-                "calls": sum(case.calls for case in cases),
-                "ran": [
-                    {**vars(ran), "calls": calls}
-                    for case in cases
-                    for ran, calls in case.ran.items()
-                ],
-            }
-            for cases in _classes(record)
-        ],
-        "left_to_torch": [vars(passed) for passed in record.passed],
-    }
+def _stored(options: argparse.Namespace, program: list[str]) -> Record:
+    from polyattn.integrations.program.record_file import read_record
+
+    if program or options.backend or options.never or options.on_unsupported:
+        what = "a program" if program else "a request for backends"
+        raise PolyattnError(f"got --from-record and {what}, expected one of them.")
+    return read_record(options.from_record)
+
+
+def _report(record: Record, code: int, options: argparse.Namespace) -> None:
+    from polyattn.report.program import lines, to_dict, write_page
+
+    if options.json:
+        from polyattn.cli.printing import emit_json
+
+        emit_json({"exit_code": code, **to_dict(record)}, options.json)
+    else:
+        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
+        rank = _rank()
+        print("", *rank, *lines(record, min(columns, _WIDTH)), sep="\n", file=sys.stderr)
+    if options.record:
+        from polyattn.integrations.program.record_file import write_record
+
+        write_record(record, options.record)
+        print(f"record: {options.record} ({len(record.cases)} cases)", file=sys.stderr)
+    if options.html:
+        print(f"page: {write_page(record, options.html)}", file=sys.stderr)
+
+
+def _rank() -> list[str]:
+    """Say which rank this is where each rank was started by a `polyattn run` of its own."""
+    from polyattn import settings
+
+    rank = settings.variable("RANK")
+    return [] if rank is None else [f"rank {rank}:"]

@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from polyattn import flags as knobs
 from polyattn.cli.arguments import number, parser, split_program
 from polyattn.cli.printing import console, emit_json, note, seconds, table
 from polyattn.cli.program import check_program
+from polyattn.cli.progress import progress_bar
 from polyattn.errors import PolyattnError
 from polyattn.selection.registry import registry
 
 if TYPE_CHECKING:
-    from polyattn.integrations.recording import Record
+    from polyattn.integrations.program.asked import Record
     from polyattn.measure.results import CaseResult, TuningResult
-    from polyattn.measure.tune import Progress
 
-__all__ = ["main", "print_result", "progress_bar"]
+__all__ = ["main", "print_result"]
 
 SUMMARY = """Run a program, record its attention problems, time every capable backend on each
 (checked against the float64 reference first), and store the times in the tuning table, from
@@ -271,37 +270,17 @@ def _tune(options: argparse.Namespace, program: list[str]) -> int:
 
 
 def _recorded(options: argparse.Namespace, program: list[str]) -> tuple[Record, int]:
-    from polyattn.integrations.recording import read_record, write_record
+    from polyattn.integrations.program.record_file import read_record, write_record
 
     if options.from_record:
         return read_record(options.from_record), 0
     from polyattn.cli.run import record_program
 
     asked = argparse.Namespace(backend=[], never=[], on_unsupported=None)
-    code, recorder = record_program(program, asked)
-    record = recorder.record(program)
+    code, record = record_program(program, asked)
     if options.record:
         write_record(record, options.record)
     return record, code
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
-    """Show a bar on stderr while the block lasts; yields what reports progress."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(), TextColumn("{task.description}"),
-    )  # fmt: skip
-    out = console(error=True)
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(done: int, total: int, doing: str) -> None:
-            bar.update(task, completed=done, total=total, description=doing[:80])
-
-        yield report
 
 
 def print_result(result: TuningResult) -> None:

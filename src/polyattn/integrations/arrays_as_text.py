@@ -2,6 +2,7 @@
 
 Broadcast dims (stride 0) are stored once, booleans as bits, everything compressed. An array that
 stays larger than :data:`MOST_BYTES` is replaced by what times depend on: its shape and density.
+Reading imports no torch; what was read is checked all the same.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ import binascii
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import TuningError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["MOST_BYTES", "StoredArray", "take"]
 
 MOST_BYTES = 128 << 10
 _MOST_ENTRIES = 1 << 28
-_DTYPES = {
-    "bool": torch.bool, "float16": torch.float16, "bfloat16": torch.bfloat16,
-    "float32": torch.float32, "float64": torch.float64,
-}  # fmt: skip
+_BYTES_OF = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _MEMBERS = {"dtype", "shape", "stored", "data", "visible"}
 
 
@@ -45,7 +44,9 @@ class StoredArray:
 
     def restore(self) -> Tensor:
         """Return the array, or one of the same shape and density where it was not kept."""
-        dtype = _DTYPES[self.dtype]
+        import torch
+
+        dtype = getattr(torch, self.dtype)
         if self.data is None:
             generator = torch.Generator().manual_seed(0)
             allowed = torch.rand(self.stored, generator=generator) < self.visible
@@ -57,7 +58,7 @@ class StoredArray:
 
     def _bytes(self) -> int:
         count = math.prod(self.stored)
-        return -(-count // 8) if self.dtype == "bool" else count * _DTYPES[self.dtype].itemsize
+        return -(-count // 8) if self.dtype == "bool" else count * _BYTES_OF[self.dtype]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -81,16 +82,22 @@ class StoredArray:
         visible = plain["visible"]
         if not fits or math.prod(stored) > _MOST_ENTRIES:
             raise TuningError(f"attn_mask: got shapes {shape} and {stored}; expected broadcasting")
-        if plain["dtype"] not in _DTYPES or not isinstance(visible, float) or not 0 <= visible <= 1:
+        if (
+            plain["dtype"] not in _BYTES_OF
+            or not isinstance(visible, float)
+            or not 0 <= visible <= 1
+        ):
             raise TuningError(f"attn_mask: got dtype {plain['dtype']!r}, visible {visible!r}")
         made = cls(plain["dtype"], shape, stored, plain["data"], visible)
         if made.data is not None:
-            made.restore()  # what is damaged fails here, not in the middle of a tuning run
+            _unpack(made.data, made._bytes())  # damage fails here, not in the middle of tuning
         return made
 
 
 def take(array: Tensor) -> StoredArray:
     """Store an array of a call."""
+    import torch
+
     array = array.detach()
     repeats = [
         size > 1 and stride == 0 for size, stride in zip(array.shape, array.stride(), strict=True)
@@ -106,12 +113,15 @@ def take(array: Tensor) -> StoredArray:
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    import torch
+
     values = torch.randn(allowed.shape, generator=generator).to(dtype)
     return torch.where(allowed, values, float("-inf"))
 
 
 def _to_bytes(array: Tensor) -> bytes:
     import numpy
+    import torch
 
     if array.dtype == torch.bool:
         return bytes(numpy.packbits(array.numpy().reshape(-1)).tobytes())
@@ -120,6 +130,7 @@ def _to_bytes(array: Tensor) -> bytes:
 
 def _from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     import numpy
+    import torch
 
     flat = numpy.frombuffer(bytearray(raw), dtype=numpy.uint8)
     if dtype == torch.bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import TuningError
-from polyattn.integrations.recording import Case
+from polyattn.integrations.program.asked import Case
 from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.measure.signatures import bias_like, mask_like

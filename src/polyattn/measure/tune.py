@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from polyattn.errors import PolyattnError, Unsupported
-from polyattn.integrations.recording import Case
+from polyattn.integrations.program.asked import Case
 from polyattn.measure.candidates import Candidate, candidates, ready, synchronise
 from polyattn.measure.inputs import Inputs, build
 from polyattn.measure.results import CaseResult, ClassResult, Timed, TuningResult

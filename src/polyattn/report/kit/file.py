@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.errors import TraceError
 
-__all__ = ["write_document"]
+__all__ = ["refuse_others", "write_document"]
 
 
 def write_document(text: str, path: str | Path, begins: str) -> Path:
@@ -26,7 +26,7 @@ def write_document(text: str, path: str | Path, begins: str) -> Path:
             path.write_bytes(content)  # a pipe or a terminal
             return path
         target = Path(os.path.realpath(path))  # of a link, what it points at is replaced
-        _refuse_others(path, target, begins)
+        refuse_others(path, begins)
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, content)
     except (OSError, ValueError) as error:
@@ -37,7 +37,9 @@ def write_document(text: str, path: str | Path, begins: str) -> Path:
     return path
 
 
-def _refuse_others(path: Path, target: Path, begins: str) -> None:
+def refuse_others(path: str | Path, begins: str) -> None:
+    """Raise TraceError if there is a file that is not such a page, and so would not be replaced."""
+    target = Path(os.path.realpath(path))
     if not target.is_file() or not target.stat().st_size:
         return
     with target.open("rb") as file:
