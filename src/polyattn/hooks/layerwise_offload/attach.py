@@ -15,6 +15,7 @@ from polyattn.hooks.layerwise_offload.homes import Homes
 from polyattn.hooks.layerwise_offload.leaves import Leaf, leaves_of, put_data
 from polyattn.hooks.layerwise_offload.placement import Placement
 from polyattn.hooks.layerwise_offload.segments import Layout, Segment, bytes_of, segments_of
+from polyattn.hooks.layerwise_offload.sources import Source
 from polyattn.hooks.layerwise_offload.survey import Found, Survey, to_stream
 from polyattn.hooks.layerwise_offload.unit import Unit
 
@@ -106,6 +107,7 @@ class Attached:
     def restore(self) -> None:
         """Undo everything, last first; what fails does not keep the rest from it."""
         failure: BaseException | None = None
+        self.carrier.drain()
         while self._undo:
             try:
                 self._undo.pop()()
@@ -122,6 +124,7 @@ class Attached:
         memory = self.carrier.slot(unit.nbytes)
         self.carrier.await_filled(self.carrier.fetch(unit.home, memory, unit.nbytes, ()))
         unit.stay(memory)
+        self._let_go(unit.home)
 
     def rehome(self, unit: Unit) -> None:
         """Give a unit whose tensors somebody changed or exchanged a home that holds them so."""
@@ -140,9 +143,14 @@ class Attached:
         layout = Layout(segments_of(moved))
         old = unit.home
         unit.settle_in(layout, self.homes.make(layout))
-        old.close()
+        self._let_go(old)
         streamed = {id(leaf.tensor) for leaf in moved}
         _move([leaf for leaf in leaves if id(leaf.tensor) not in streamed], self.carrier.device)
+
+    def _let_go(self, home: Source) -> None:
+        """Give up a home, which copies that nobody waits for may be reading still."""
+        self.carrier.drain()
+        home.close()
 
     def _inner(self, unit: Unit, module: nn.Module) -> list[nn.Module]:
         """Return the modules of other units within one of this unit's."""

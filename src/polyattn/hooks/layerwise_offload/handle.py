@@ -29,7 +29,7 @@ _Block: TypeAlias = tuple[nn.Module, LayerwiseOffloadHook, HookHandle | AroundCo
 class LayerwiseOffload:
     """What :func:`offload` returns. A context manager: leaving it detaches.
 
-    `plan` is what was planned; `report()` what came of it.
+    `report()` is what came of its `plan`.
 
     >>> import tempfile, torch
     >>> from polyattn.hooks import offload
@@ -46,7 +46,7 @@ class LayerwiseOffload:
     """
 
     def __init__(self, model: nn.Module, plan: OffloadPlan, attached: Attached | None) -> None:
-        self.plan = plan
+        self._plan = plan
         self._model = weakref.ref(model)
         self._attached = attached
         self._engine: Engine | None = None
@@ -64,6 +64,18 @@ class LayerwiseOffload:
         return self._attached is not None
 
     @property
+    def plan(self) -> OffloadPlan:
+        """What was planned, with units that were changed since where they live now.
+
+        A unit of the model's own files that is changed lives in host memory, unless `disk=` has a
+        folder for it; where the host is the device, that is so much more than was planned.
+        """
+        engine = self._engine
+        if engine is None:
+            return self._plan
+        return self._plan.with_homes({u.name: u.home.tier for u in engine.units.values()})
+
+    @property
     def units(self) -> tuple[str, ...]:
         """The names of the units that stream."""
         return () if self._engine is None else tuple(u.name for u in self._engine.units.values())
@@ -74,7 +86,7 @@ class LayerwiseOffload:
         if attached is None:
             return
         self._stop()
-        self.plan = plan
+        self._plan = plan
         staying = set(plan.resident)
         streamed = []
         for unit in attached.units:
@@ -120,6 +132,7 @@ class LayerwiseOffload:
                 self._blocks[place] = module, hook, AroundCompiled(module, hook)
 
     def _stop(self) -> None:
+        self._plan = self.plan
         for _, _, attached in self._blocks:
             attached.detach()
         for handle in reversed(self._passes):

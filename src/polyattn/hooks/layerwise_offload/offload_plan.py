@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,27 @@ class OffloadPlan:
     def slowdown(self) -> float | None:
         """A pass over one in which everything were resident."""
         return self.pass_s / self.compute_s if self.pass_s and self.compute_s else None
+
+    def with_homes(self, tiers: Mapping[str, str]) -> OffloadPlan:
+        """Return the plan with units that stream from elsewhere now, by their names.
+
+        >>> from polyattn.hooks.layerwise_offload import Facts, make_plan
+        >>> facts = Facts([("a", 100), ("b", 100), ("c", 100)])
+        >>> plan = make_plan(facts, device="cpu", budget=250, tier="disk", depth=1)
+        >>> moved = plan.with_homes({"a": "host", "b": "disk"})
+        >>> moved.units[0].tier, moved.peak_bytes - plan.peak_bytes
+        ('host', 100)
+        """
+        units = tuple(
+            replace(unit, tier=tiers.get(unit.name, unit.tier)) if unit.tier != "resident" else unit
+            for unit in self.units
+        )
+        if units == self.units:
+            return self
+        pairs = zip(units, self.units, strict=True)
+        to_host = sum(new.nbytes for new, old in pairs if (new.tier, old.tier) == ("host", "disk"))
+        more = to_host if self.device.startswith("cpu") else 0
+        return replace(self, units=units, peak_bytes=self.peak_bytes + more)
 
     def to_json(self) -> str:
         """Return the plan as JSON."""

@@ -21,6 +21,7 @@ class Source(Protocol):
     tier: str
     sees_writes: bool
     """Whether `is_changed` notices every write, also one that goes past torch's count."""
+    is_closed: bool
 
     def segments(self) -> list[Tensor]:
         """Return the bytes of each segment as memory: what the weights are while they are away."""
@@ -50,6 +51,7 @@ class HostSource:
     sees_writes = False
 
     def __init__(self, layout: Layout, *, lock: bool = False) -> None:
+        self.is_closed = False
         self._layout = layout
         self._block = Block(layout.nbytes)
         self._lock = Lock(self._block.whole) if lock and layout.nbytes else None
@@ -71,6 +73,7 @@ class HostSource:
         return [(self._block.whole, slot[: self._layout.nbytes])]
 
     def close(self) -> None:
+        self.is_closed = True
         if self._lock is not None:
             self._lock.release()
 
@@ -84,6 +87,7 @@ class FileSource:
         self, layout: Layout, parts: Sequence[FilePart], *, own: MappedFile | None = None
     ) -> None:
         """`parts`: where each segment of the layout lies. `own`: a file that is closed with it."""
+        self.is_closed = False
         self._own = own
         self._layout = layout
         self._parts = list(parts)
@@ -129,6 +133,7 @@ class FileSource:
 
     def close(self) -> None:
         """Close a file of its own; others hold other units too. Mappings need none."""
+        self.is_closed = True
         if self._own is not None:
             self._own.close()
 

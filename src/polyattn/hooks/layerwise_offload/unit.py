@@ -69,10 +69,19 @@ class Unit:
         self.shown = None
         self.note_versions()
 
+    def hide_but_replaced(self) -> None:
+        """Let the tensors be what lies at home, but those that somebody gave memory of their own."""
+        if self.shown is None:
+            return
+        start = self.shown.data_ptr()
+        for (leaf, place, index), at_home in zip(self._leaves, self._at_home, strict=True):
+            if leaf.address == start + self.layout.offsets[index] + place.offset:
+                put_data(leaf.tensor, at_home)
+        self.shown = None
+
     def stay(self, memory: Tensor) -> None:
-        """Be the bytes of `memory` for good; what was at home is given up."""
+        """Be the bytes of `memory` for good; what was at home is not needed any more."""
         self.show(memory)
-        self.home.close()
         self._at_home = []
 
     def note_versions(self) -> None:
