@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from polyattn.hooks.layerwise_offload.devices.accelerator import AcceleratorCarr
 
 
 class Event:
-    pending: set[int] = set()  # devices whose events have not come
+    pending: ClassVar[set[int]] = set()  # devices whose events have not come
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.time, self.device = 0.0, 0
@@ -98,7 +98,7 @@ class Runtime:
         self.most = self.peak = 0
         self.most = most
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if nbytes + sum(self.locked.values()) > self.most:
             return 2
         assert address not in self.locked
@@ -106,7 +106,7 @@ class Runtime:
         self.peak = max(self.peak, sum(self.locked.values()))
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
         return 0
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -75,7 +78,8 @@ def test_files_that_are_written_to_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="was written to"):
         model(X)
         model(X)
-    handle.detach()
+    with pytest.raises(OffloadError, match="was written to"):
+        handle.detach()
 
 
 def test_a_full_disk_leaves_the_model_alone(
@@ -143,6 +147,67 @@ def test_a_model_that_was_never_in_memory(stored: Path) -> None:
             assert [id(p) for p in model.parameters()] == objects
         assert torch.equal(model(X), frozen()(X))
     assert sorted(file.name for file in stored.parent.iterdir()) == ["model.safetensors"]
+
+def overwritten(path: Path, by: bytes) -> None:
+    with path.open("r+b") as file:
+        file.write(by)
+
+
+USES = {
+    "forward": lambda model, handle: model(X),
+    "state_dict": lambda model, handle: model.state_dict(),
+    "of a part": lambda model, handle: model.blocks[1].up.state_dict(),
+    "deepcopy": lambda model, handle: copy.deepcopy(model),
+    "save": lambda model, handle: torch.save(model, io.BytesIO()),
+    "detach": lambda model, handle: handle.detach(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("how", ["written", "written, its time set back", "cut"])
+def test_no_use_of_a_changed_file_is_silent(use: str, how: str, stored: Path) -> None:
+    values = {name: value.clone() for name, value in frozen(seed=9).state_dict().items()}
+    save_file(values, stored.parent / "other")
+    model = on_meta()
+    handle = offload(model, device="cpu", weights=stored)
+    model(X)
+    facts = stored.stat()
+    if how == "cut":
+        os.truncate(stored, 1000)
+    else:
+        overwritten(stored, (stored.parent / "other").read_bytes())
+    if "back" in how:
+        os.utime(stored, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    with pytest.raises(OffloadError, match="was written to"):
+        USES[use](model, handle)
+    if use != "detach":
+        with pytest.raises(OffloadError, match="was written to"):
+            handle.detach()
+    assert not handle.attached
+    assert all(p.is_meta for p in model.blocks.parameters())  # there are no values any more
+    save_file(frozen().state_dict(), stored.parent / "again")
+    with offload(model, device="cpu", weights=stored.parent / "again"):
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_a_file_that_is_given_away_or_linked_is_the_same(stored: Path) -> None:
+    model = on_meta()
+    with offload(model, device="cpu", weights=stored):
+        os.link(stored, stored.parent / "link")
+        assert torch.equal(model(X), frozen()(X))
+        stored.chmod(0o440)
+        assert torch.equal(model(X), frozen()(X))
+        stored.unlink()
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_weights_that_are_loaded_anew_do_not_need_their_file(stored: Path, tmp_path: Path) -> None:
+    model = on_meta()
+    with offload(model, device="cpu", weights=stored, disk=tmp_path / "own"):
+        overwritten(stored, bytes(stored.stat().st_size))
+        model.load_state_dict(frozen(seed=9).state_dict())
+        assert torch.equal(model(X), frozen(seed=9)(X))
+    assert torch.equal(model(X), frozen(seed=9)(X))
 
 
 def test_several_files_with_an_index_and_a_prefix(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.devices import Carrier
+from polyattn.hooks.layerwise_offload.guards import guarded
 from polyattn.hooks.layerwise_offload.homes import Homes
 from polyattn.hooks.layerwise_offload.leaves import Leaf, leaves_of, put_data
 from polyattn.hooks.layerwise_offload.placement import Placement
@@ -59,10 +60,25 @@ class Attached:
         self.units.append(unit)
 
     def _bring_back(self, unit: Unit, origins: Sequence[_Origin]) -> None:
-        """Give a unit's tensors memory of their own again, where they were, as they are now."""
+        """Give a unit's tensors memory of their own again, where they were, as they are now.
+
+        Values that are lost, for somebody wrote to their file, are on no device afterwards.
+        """
         devices = {id(leaf.tensor): origin.device for origin in origins for leaf in origin.leaves}
-        if unit.shown is None and unit.was_replaced():
-            self.rehome(unit)
+        try:
+            if unit.shown is None:
+                unit.home.check()
+            self._bring(unit, devices)
+            if unit.shown is None:
+                unit.home.check()
+        except OffloadError:
+            for leaf in unit.leaves:
+                on_no_device(leaf.tensor)
+            raise
+        finally:
+            unit.home.close()
+
+    def _bring(self, unit: Unit, devices: dict[int, torch.device | None]) -> None:
         for segment in segments_of(unit.leaves):
             device = devices.get(id(segment.leaves[0].tensor), torch.device("cpu"))
             if device is not None:
@@ -70,7 +86,6 @@ class Attached:
                 memory.copy_(bytes_of(segment))
                 for leaf, place in zip(segment.leaves, segment.places, strict=True):
                     put_data(leaf.tensor, place.over(memory))
-        unit.home.close()
 
     def _move_outside(self, leaves: Sequence[Leaf]) -> None:
         """Bring what belongs to no unit to the device, where it stays."""
@@ -99,6 +114,7 @@ class Attached:
             for module in unit.modules:
                 placement = Placement(module, unit)
                 self._undo.append(placement.remove)
+                self._undo += [guard.remove for guard in guarded(module, unit)]
             for leaf in unit.leaves:
                 if leaf.outer.requires_grad and leaf.outer.is_leaf:
                     handle = leaf.outer.register_hook(_no_gradient(leaf.name))
@@ -142,7 +158,12 @@ class Attached:
         ]
         layout = Layout(segments_of(moved))
         old = unit.home
-        unit.settle_in(layout, self.homes.make(layout))
+        if unit.shown is None:
+            old.check()
+        home = self.homes.make(layout)
+        if unit.shown is None:
+            old.check()
+        unit.settle_in(layout, home)
         self._let_go(old)
         streamed = {id(leaf.tensor) for leaf in moved}
         _move([leaf for leaf in leaves if id(leaf.tensor) not in streamed], self.carrier.device)
@@ -172,16 +193,23 @@ class _Origin:
         if self.device is not None:
             return
         for leaf in self.leaves:
-            tensor = leaf.tensor
-            empty = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
-            if isinstance(tensor, nn.Parameter):
-                real: Any = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                real.__class__ = type(tensor)
-            else:
-                real = empty
-            torch.utils.swap_tensors(tensor, real)
+            _put_on(leaf.tensor, "cpu")
+
+
+def on_no_device(tensor: Tensor) -> None:
+    """Take a tensor's values away, which are lost; it stays the same object."""
+    _put_on(tensor, "meta")
+
+
+def _put_on(tensor: Tensor, device: str) -> None:
+    """Give a tensor memory elsewhere, without values; ``.data`` cannot change the device so."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        other: Any = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        other.__class__ = type(tensor)
+    else:
+        other = empty
+    torch.utils.swap_tensors(tensor, other)
 
 
 def _move(leaves: Sequence[Leaf], device: torch.device) -> None:

@@ -174,8 +174,8 @@ def report_of(plan: OffloadPlan, engine: Engine | None) -> OffloadReport:
     meter.resolve()
     rows = tuple(
         UnitRow(
-            unit.index, unit.name, unit.nbytes, unit.home.tier, times.uses, times.fetches, times.misses,
-            times.copy_s, times.stall_s, times.compute_s,
+            unit.index, unit.name, unit.nbytes, unit.home.tier, times.uses, times.fetches,
+            times.misses, times.copy_s, times.stall_s, times.compute_s,
         )
         for unit in engine.units.values()
         for times in [meter.units[unit.index]]

@@ -1,4 +1,4 @@
-"""The slots of a device: which is free, which is filled with what, and what becomes of those that go.
+"""The slots of a device: which is free, what fills which, and what becomes of those that go.
 
 A slot is filled only when nobody uses it and only if nobody else holds its memory, and its memory
 goes only when nothing on the device touches it any more: the carrier sees to that.
@@ -103,7 +103,7 @@ class Slots:
         return self._one_more(unit)
 
     def for_soon(self, unit: Unit, soon: Sequence[int]) -> Slot | None:
-        """Return a slot to fill ahead, which nothing that is as near needs; None if there is none."""
+        """Return a slot to fill ahead that nothing as near needs; None if there is none."""
         free = [
             slot
             for slot in self._all

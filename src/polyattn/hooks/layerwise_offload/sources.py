@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.exact_memory import Block, Lock
 from polyattn.hooks.layerwise_offload.mapped import FilePart, MappedFile, Mapping, can_see_changes
 from polyattn.hooks.layerwise_offload.segments import Layout
@@ -29,6 +30,10 @@ class Source(Protocol):
 
     def is_changed(self) -> bool:
         """Whether somebody wrote into the segments."""
+        ...
+
+    def check(self) -> None:
+        """Raise if the segments do not hold the weights any more, for their file was written to."""
         ...
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
@@ -65,6 +70,9 @@ class HostSource:
 
     def is_changed(self) -> bool:
         return False
+
+    def check(self) -> None:
+        """Memory is nobody else's."""
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
         return []
@@ -108,6 +116,15 @@ class FileSource:
 
     def is_changed(self) -> bool:
         return any(m.is_changed() for m in self._mappings if m is not None)
+
+    def check(self) -> None:
+        for mapping, part in zip(self._mappings, self._parts, strict=True):
+            if mapping is not None:
+                try:
+                    part.file.check()
+                except OffloadError:
+                    if not mapping.is_apart():
+                        raise
 
     def forget(self) -> None:
         """Let the system take back pages that somebody read."""

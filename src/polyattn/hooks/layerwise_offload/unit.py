@@ -70,7 +70,7 @@ class Unit:
         self.note_versions()
 
     def hide_but_replaced(self) -> None:
-        """Let the tensors be what lies at home, but those that somebody gave memory of their own."""
+        """Let the tensors be what lies at home, but those that were given other memory."""
         if self.shown is None:
             return
         start = self.shown.data_ptr()

@@ -73,11 +73,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def abandon(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more: no byte of it comes after what the slot is filled with next."""
+        """Nobody waits for it: no byte of it comes after what fills its slot next."""
 
     @abstractmethod
     def retire(self, slot: Tensor, fetch: Fetch | None, users: Iterable[Any]) -> None:
-        """Give up a slot; its memory stays until its filling and what its users do by now are over."""
+        """Give up a slot; its memory stays until its filling and all that `users` do is over."""
 
     @abstractmethod
     def wait_for(self, users: Iterable[Any]) -> None:
@@ -100,7 +100,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def when(self, stamp: Any) -> float:
-        """Return the time of a stamp on the carrier's clock, in seconds; waits for it if need be."""
+        """Return the seconds of a stamp on the carrier's clock; waits for it if need be."""
 
     @abstractmethod
     def drain(self) -> None:

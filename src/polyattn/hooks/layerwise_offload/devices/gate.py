@@ -1,4 +1,4 @@
-"""The gate between a unit that was read from files and its slot, which others may want meanwhile."""
+"""The gate between a unit that was read from files and its slot, which others may want."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Gate:
-    """Lets the copies of one filling through to the device's stream, or never, if it was shut before.
+    """Lets the copies of one filling through to the device's stream, unless it was shut before.
 
     Reading takes a thread of its own, and a filling that is asked for later may reach the stream
     earlier. What was given up must not come after it.

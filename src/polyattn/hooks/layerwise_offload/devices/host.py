@@ -83,6 +83,7 @@ def _read(times: list[float], part: FilePart, start: int, memory: memoryview) ->
     times.append(time.perf_counter())
     part.file.check()
     part.file.read(part.start + start, memory)
+    part.file.check()  # what was written meanwhile may be in it
     times.append(time.perf_counter())
 
 

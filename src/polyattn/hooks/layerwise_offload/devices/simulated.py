@@ -148,6 +148,7 @@ class SimulatedCarrier(Carrier):
             self._must_be_open(source)
             for part, memory in source.reads(staged):
                 part.file.read(part.start, memory)
+                part.file.check()
             filling.gate.through(lambda: self._copy([(staged, address)], filling, was_read))
 
         self._queue(READING, work=work, seconds=nbytes / self._rate, event=was_read)
