@@ -330,6 +330,51 @@ def test_experts_are_brought_when_they_are_called(tmp_path: Path) -> None:
     assert torch.equal(fresh(X), model(X))
 
 
+@pytest.mark.parametrize("order", ["abacb", "cbbaa", "aabc"])
+def test_a_module_in_several_places_is_one(order: str, tmp_path: Path) -> None:
+    blocks = {name: Block() for name in "abc"}
+    model = nn.Sequential(*(blocks[name] for name in order)).eval().requires_grad_(False)
+    reference, x = copy.deepcopy(model), torch.randn(2, 3, 64)
+    with away(model, tmp_path) as handle:
+        assert len(handle.units) == len(set(order))
+        for _ in range(2):
+            assert torch.equal(model(x), reference(x))
+    assert torch.equal(model(x), reference(x))
+
+
+def test_a_list_with_two_names_is_one(model: Model, reference: Model, tmp_path: Path) -> None:
+    model.alias = model.blocks
+    with away(model, tmp_path) as handle:
+        assert handle.units == tuple(f"blocks.{index}" for index in range(6))
+        assert torch.equal(model(X), reference(X))
+
+
+class Remembers(nn.Module):
+    """Keeps what it has seen in a buffer of 2 MiB, past torch's count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("cache", torch.zeros(8192, 64))
+        self.register_buffer("codes", torch.ones(1 << 20, dtype=torch.int8))  # as packed weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) + self.cache[:5].sum() + self.codes[:3].sum()
+        self.cache.data[:5] += x[0]
+        return x
+
+
+def test_state_in_buffers_is_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Remembers() for _ in range(4))).eval().requires_grad_(False)
+    reference = copy.deepcopy(model)
+    with away(model, tmp_path) as handle:
+        assert all(1 << 20 < unit.nbytes < 2 << 20 for unit in handle.plan.units)
+        for _ in range(3):
+            assert torch.equal(model(X), reference(X))
+    assert torch.equal(model[1].cache, reference[1].cache)
+
+
 def test_enabling_twice_is_one(model: Model, tmp_path: Path) -> None:
     handle = away(model, tmp_path)
     assert away(model, tmp_path) is handle

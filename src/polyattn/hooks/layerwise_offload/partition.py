@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -36,7 +36,7 @@ def candidates(model: nn.Module, level: int) -> list[Candidate]:
     of at least two modules with weights, wherever they are in the tree; experts, lists within a
     block whose members are only called when something is routed to them, are units of their own.
     """
-    found = list(_blocks(model, "", inside=level == 2))
+    found = _each_once(_blocks(model, "", inside=level == 2))
     if level == 0:
         return found
     taken = {id(part) for each in found for part in each.module.modules()}
@@ -70,7 +70,15 @@ def named(model: nn.Module, patterns: Sequence[str]) -> list[Candidate]:
                 f"expression for names such as {_examples(model)}"
             )
         found += matched
-    return list({id(each.module): each for each in found}.values())
+    return _each_once(found)
+
+
+def _each_once(found: Iterable[Candidate]) -> list[Candidate]:
+    """Return modules by their first names: one that is in two places is one."""
+    first: dict[int, Candidate] = {}
+    for each in found:
+        first.setdefault(id(each.module), each)
+    return list(first.values())
 
 
 def _examples(model: nn.Module) -> str:
@@ -82,7 +90,7 @@ def _blocks(module: nn.Module, path: str, *, inside: bool) -> Iterator[Candidate
     """Yield the blocks below a module; with `inside`, the parts of which blocks are made."""
     members = [(n, m) for n, m in children_of(module).items() if m is not None]
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    weighty = [each for each in members if _has_weights(each[1])]
+    weighty = {id(member) for _, member in members if _has_weights(member)}
     for name, member in members:
         where = f"{path}.{name}" if path else name
         if is_list and len(weighty) >= _FEWEST and _has_weights(member) and _is_called(member):
