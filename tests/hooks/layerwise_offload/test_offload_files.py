@@ -8,6 +8,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,60 @@ def test_a_full_disk_leaves_the_model_alone(
         assert torch.equal(model(X), frozen()(X))
 
 
+def changed_in_a_scope(model: nn.Module, handle: Any) -> None:
+    with handle.loaded("blocks.1"):
+        model.blocks[1].up.weight.data.mul_(1.5)
+
+
+def changed_by_the_count(model: nn.Module, handle: Any) -> None:
+    with handle.loaded("blocks.1"):
+        model.blocks[1].up.weight.mul_(1.5)
+
+
+def changed_at_home(model: nn.Module, handle: Any) -> None:
+    model.blocks[1].up.weight.data.mul_(1.5)
+    model(X)
+
+
+def replaced(model: nn.Module, handle: Any) -> None:
+    model.blocks[1].up.weight.data = model.blocks[1].up.weight.data * 1.5
+    model(X)
+
+
+def replaced_in_a_scope(model: nn.Module, handle: Any) -> None:
+    with handle.loaded("blocks.1"):
+        model.blocks[1].up.weight.data = model.blocks[1].up.weight.data * 1.5
+
+
+@pytest.mark.parametrize("ends", ["room", "detach"])
+@pytest.mark.parametrize(
+    "change",
+    [changed_in_a_scope, changed_by_the_count, changed_at_home, replaced, replaced_in_a_scope],
+)
+def test_nothing_is_lost_on_a_full_disk(
+    change: Any, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was changed waits in memory; the next call has it, or the model that is detached."""
+    model, reference = frozen(), frozen()
+    reference.blocks[1].up.weight.data.mul_(1.5)
+    handle = away(model, tmp_path)
+    model(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(own_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+        with pytest.raises(OffloadError, match="1,000 bytes free"):
+            change(model, handle)
+        with pytest.raises(OffloadError, match="1,000 bytes free"):
+            model(X)
+        assert torch.equal(model.blocks[1].up.weight, reference.blocks[1].up.weight)
+        if ends == "detach":
+            handle.detach()
+    assert torch.equal(model(X), reference(X))
+    assert torch.equal(model(X), reference(X))
+    handle.detach()
+    assert torch.equal(model(X), reference(X))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_room_is_known_beforehand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +202,7 @@ def test_a_model_that_was_never_in_memory(stored: Path) -> None:
             assert [id(p) for p in model.parameters()] == objects
         assert torch.equal(model(X), frozen()(X))
     assert sorted(file.name for file in stored.parent.iterdir()) == ["model.safetensors"]
+
 
 def overwritten(path: Path, by: bytes) -> None:
     with path.open("r+b") as file:

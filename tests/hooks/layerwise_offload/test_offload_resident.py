@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -17,11 +18,13 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from polyattn.errors import OffloadError
-from polyattn.hooks import LayerwiseOffloadHook, ModuleHookManager, offload
-from polyattn.hooks.layerwise_offload import (
+from polyattn.hooks import (
+    LayerwiseOffloadHook,
     LayerwiseOffloadManager,
     LayerwiseOffloadState,
+    ModuleHookManager,
     enable_layerwise_offload,
+    offload,
 )
 from tests.hooks.layerwise_offload.small_models import Block, Model, frozen, inputs
 
@@ -154,6 +157,31 @@ def test_changes_in_a_scope_go_home(model: Model, reference: Model, tmp_path: Pa
         with unknown, handle.loaded("blocks.9"):
             pass
     assert torch.equal(model(X), reference(X))
+
+
+def test_changing_weights_loads_none_and_keeps_no_slots(
+    model: Model, reference: Model, tmp_path: Path
+) -> None:
+    with away(model, tmp_path) as handle:
+        model(X)
+        engine = ModuleHookManager.of(model.blocks[0]).get("layerwise_offload").engine
+        with handle.mutate_params_scope():
+            assert len(engine.slots) == 2
+            for each in (model, reference):
+                for parameter in each.parameters():
+                    parameter.data *= 1.5
+        assert all(unit.home.is_changed() is False for unit in engine.units.values())
+        assert torch.equal(model(X), reference(X))
+        with handle.loaded():
+            assert len(engine.slots) == 6
+        assert len(engine.slots) == 2
+        for each, scope in ((reference, None), (model, True)):
+            for block in each.blocks:
+                hook = ModuleHookManager.of(block).get("layerwise_offload") if scope else None
+                with hook.mutate_params_scope() if hook else contextlib.nullcontext():
+                    block.up.weight.data *= 0.5
+        assert len(engine.slots) == 2
+        assert torch.equal(model(X), reference(X))
 
 
 def test_casting(model: Model, reference: Model, tmp_path: Path) -> None:

@@ -28,11 +28,15 @@ class _Guard:
         return _nothing_to_guard
 
     def __reduce__(self) -> Any:
-        return "_nothing_to_guard"
+        return _no_guard, ()
 
 
 def _nothing_to_guard(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     return None
+
+
+def _no_guard() -> Any:
+    return _nothing_to_guard
 
 
 def guarded(module: nn.Module, unit: Unit) -> list[Any]:

@@ -166,14 +166,40 @@ class LayerwiseOffload:
                 f"({', '.join(known)}).{near_matches(unknown[0], known)}"
             )
         chosen = [known[name] for name in names if name in known] if names else known.values()
-        with ExitStack() as scopes:
-            for unit in chosen:
-                scopes.enter_context(engine.using(unit))
-            yield
+        try:
+            with ExitStack() as scopes:
+                for unit in chosen:
+                    scopes.enter_context(engine.using(unit))
+                yield
+        finally:
+            engine.give_back_added()
 
-    def mutate_params_scope(self) -> Any:
-        """Return the scope in which weights may be changed: `loaded()` of all units."""
-        return self.loaded()
+    @contextmanager
+    def mutate_params_scope(self) -> Iterator[None]:
+        """Weights may be changed within the scope, all at home: on the host, or in mapped files.
+
+        Nothing is loaded, so that it takes no memory of the device; at the end what was changed
+        finds its new home, unit by unit. For changes by the device itself, and for less memory than
+        all changed weights need: ``for name in handle.units: with handle.loaded(name): ...``.
+
+        >>> import tempfile, torch
+        >>> from polyattn.hooks import offload
+        >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with offload(model, device="cpu", disk=folder) as handle:
+        ...         with handle.mutate_params_scope():
+        ...             for parameter in model.parameters():
+        ...                 _ = parameter.data.zero_()
+        ...         print(model(torch.ones(64)).count_nonzero())
+        tensor(0)
+        """
+        try:
+            yield
+        finally:
+            if self._engine is not None:
+                for unit in self._engine.units.values():
+                    self._engine.settle(unit)
 
     def detach(self) -> None:
         """Give the model back as it was, with the values that its weights have now."""

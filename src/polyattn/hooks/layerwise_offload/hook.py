@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,13 @@ class LayerwiseOffloadHook(ForwardHook):
     def failed(self, module: nn.Module, exc: BaseException) -> None:
         """Let it go."""
         self._end()
+
+    def mutate_params_scope(self) -> AbstractContextManager[Unit]:
+        """Return a scope in which the unit is on the device, to be changed there.
+
+        What was changed, in any way, goes home at its end.
+        """
+        return self.engine.using(self.unit)
 
     def _end(self) -> None:
         if not self._calls.open:
