@@ -35,6 +35,7 @@ class Attached:
         self.carrier = carrier
         self.homes = homes
         self.units: list[Unit] = []
+        self._staying: set[int] = set()
         self._some_frozen = any(not p.requires_grad for p in model.parameters())
         self._undo: list[Callable[[], None]] = []
         try:
@@ -137,10 +138,19 @@ class Attached:
 
     def stay(self, unit: Unit) -> None:
         """Bring a unit to the device for good, into memory of its own."""
+        if unit.index in self._staying:
+            return
+        self._staying.add(unit.index)
         memory = self.carrier.slot(unit.nbytes)
         self.carrier.await_filled(self.carrier.fetch(unit.home, memory, unit.nbytes, ()))
         unit.stay(memory)
         self._let_go(unit.home)
+
+    def go(self, unit: Unit) -> None:
+        """Put a unit away again that was to stay."""
+        if unit.index in self._staying:
+            self._staying.remove(unit.index)
+            self.rehome(unit)
 
     def rehome(self, unit: Unit) -> None:
         """Give a unit whose tensors somebody changed or exchanged a home that holds them so."""

@@ -1,4 +1,4 @@
-"""``state_dict()`` of weights whose file was written to is an error, and not the file's new bytes."""
+"""``state_dict()`` of weights whose file was written to: an error, not the file's new bytes."""
 
 from __future__ import annotations
 

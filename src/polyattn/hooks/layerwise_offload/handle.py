@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from polyattn.hooks.layerwise_offload.attach import Attached
 from polyattn.hooks.layerwise_offload.compiled_blocks import AroundCompiled, is_compiled_alone
 from polyattn.hooks.layerwise_offload.engine import Engine
 from polyattn.hooks.layerwise_offload.hook import LayerwiseOffloadHook, PassHook
-from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan
+from polyattn.hooks.layerwise_offload.offload_plan import OffloadPlan
 from polyattn.hooks.layerwise_offload.offload_report import OffloadReport, report_of
 from polyattn.hooks.layerwise_offload.unit import Unit
 from polyattn.hooks.manager import HookHandle, ModuleHookManager
@@ -23,6 +23,7 @@ from polyattn.hooks.manager import HookHandle, ModuleHookManager
 __all__ = ["LayerwiseOffload"]
 
 _HOOK, _PASS = "layerwise_offload", "layerwise_offload_pass"
+_Found = TypeVar("_Found")
 _Block: TypeAlias = tuple[nn.Module, LayerwiseOffloadHook, HookHandle | AroundCompiled]
 
 
@@ -93,13 +94,18 @@ class LayerwiseOffload:
             if unit.name in staying:
                 attached.stay(unit)
             else:
+                attached.go(unit)
                 streamed.append(unit)
         if not streamed:
             return
         self._engine = Engine(attached.carrier, streamed, depth=plan.depth, rehome=attached.rehome)
         self._hook(streamed)
 
-    def measure(self, how: Callable[[Engine], Facts]) -> Facts:
+    def expect(self, plan: OffloadPlan) -> None:
+        """Take a plan that says of the one that is followed what came of it."""
+        self._plan = plan
+
+    def measure(self, how: Callable[[Engine], _Found]) -> _Found:
         """Measure with what streams now."""
         if self._engine is None:
             raise OffloadError("got nothing that streams to measure, expected units that do")

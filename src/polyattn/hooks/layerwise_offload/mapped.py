@@ -86,7 +86,7 @@ class MappedFile:
         return _State(facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, owners)
 
     def _settle(self) -> None:
-        """Let a file grow older than the clock of its times ticks: no later write is then missed."""
+        """Let a file grow older than its clock's tick: no later write is then missed."""
         age = time.time() - os.fstat(self._file.fileno()).st_mtime
         if 0 <= age < _TICK_S:
             time.sleep(_TICK_S - age)

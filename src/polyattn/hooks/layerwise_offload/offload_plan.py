@@ -29,7 +29,8 @@ class Facts:
     weights, and `activation_bytes` what a pass needs on top. `compute_s`: of each unit in a pass;
     empty: not measured. `outside_s`: of a pass outside the units. `rates`: bytes a second from
     the ``host`` and the ``disk``; a tier that is missing was not measured. `interference`: by how
-    many seconds a second of copying holds up the computation beside it.
+    many seconds a second of copying holds up the computation beside it. `staying`: units that stay
+    in any case.
 
     >>> from polyattn.hooks.layerwise_offload import Facts
     >>> Facts([("blocks.0", 400), ("blocks.1", 400)], rates={"host": 25e9}).outside_bytes
@@ -46,6 +47,7 @@ class Facts:
     order: Sequence[int] = ()
     latency_s: float = 0.0
     interference: float = 0.0
+    staying: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

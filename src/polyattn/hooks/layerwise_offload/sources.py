@@ -11,7 +11,7 @@ from torch import Tensor
 from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.exact_memory import Block, Lock
 from polyattn.hooks.layerwise_offload.mapped import FilePart, MappedFile, Mapping, can_see_changes
-from polyattn.hooks.layerwise_offload.segments import Layout
+from polyattn.hooks.layerwise_offload.segments import ALIGNMENT, Layout
 
 __all__ = ["FileSource", "HostSource", "Source"]
 
@@ -105,6 +105,7 @@ class FileSource:
             for m, part in zip(self._mappings, self._parts, strict=True)
         ]
         self.sees_writes = can_see_changes()
+        self._runs = _runs(self._parts, layout.offsets)
 
     @property
     def parts(self) -> list[FilePart]:
@@ -138,8 +139,7 @@ class FileSource:
         memory = slot.numpy().data
         return [
             (part, memory[offset : offset + part.nbytes])
-            for part, offset in zip(self._parts, self._layout.offsets, strict=True)
-            if part.nbytes
+            for part, offset in zip(*self._runs, strict=True)
         ]
 
     def copies(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -153,6 +153,24 @@ class FileSource:
         self.is_closed = True
         if self._own is not None:
             self._own.close()
+
+
+def _runs(parts: Sequence[FilePart], offsets: Sequence[int]) -> tuple[list[FilePart], list[int]]:
+    """Join parts that lie in one file as they lie in a slot, gaps included: one read for them all."""
+    runs: list[FilePart] = []
+    starts: list[int] = []
+    for part, offset in zip(parts, offsets, strict=True):
+        if not part.nbytes:
+            continue
+        if runs and runs[-1].file is part.file:
+            gap = part.start - runs[-1].start - runs[-1].nbytes
+            if 0 <= gap < ALIGNMENT and part.start - runs[-1].start == offset - starts[-1]:
+                whole = part.start + part.nbytes - runs[-1].start
+                runs[-1] = FilePart(part.file, runs[-1].start, whole)
+                continue
+        runs.append(part)
+        starts.append(offset)
+    return runs, starts
 
 
 def _mapping(part: FilePart) -> Mapping | None:
