@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from polyattn.errors import OffloadError
-from polyattn.hooks import OffloadPlan, offload
-from polyattn.hooks.layerwise_offload import Facts, make_plan
+from polyattn.hooks import OffloadPlan, enable_layerwise_offload, offload
+from polyattn.hooks.layerwise_offload import Facts, make_plan, offload_model, settling
 from polyattn.hooks.layerwise_offload.predict import Step, predict
+from polyattn.hooks.layerwise_offload.process_memory import held
 from polyattn.hooks.layerwise_offload.sizes import read_bytes
 from tests.hooks.layerwise_offload.small_models import frozen, inputs
 
@@ -101,6 +103,27 @@ def test_a_measured_plan_is_the_fastest_of_those_that_fit() -> None:
         {"units": [{"name": "a", "nbytes": 1, "tier": "cloud"}]},
         {"depth": -1},
         {"depth": "one"},
+        {"depth": 0},
+        {"depth": True},
+        {"device": None},
+        {"peak_bytes": 1.5},
+        {"budget_bytes": "x"},
+        {"pass_s": "x"},
+        {"pass_s": -1},
+        {"compute_s": [1]},
+        {"rates": []},
+        {"rates": {"host": "x"}},
+        {"rates": {"host": 0}},
+        {"order": ["x"]},
+        {"order": [99]},
+        {"order": 1},
+        {"beside_held": 1},
+        {"units": {}},
+        {"units": [{"name": 1, "nbytes": 1, "tier": "host"}]},
+        {"units": [{"name": "a", "nbytes": True, "tier": "host"}]},
+        {"units": [{"name": "a", "nbytes": 1 << 70, "tier": "host"}]},
+        {"units": [{"name": "a", "nbytes": 1, "tier": "host"}] * 2},
+        {"units": [{"name": "a", "nbytes": 1, "tier": "host", "copy_s": "x"}]},
         {"unknown": 1},
     ],
 )
@@ -196,7 +219,21 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"budget": "much"}, "budget='much'"),
         ({"budget": 1000}, "expected at least"),
         ({"device": "nowhere"}, "device='nowhere'"),
+        ({"depth": True}, "depth=True"),
         ({"plan": tmp_path / "none.json"}, "cannot be read"),
+        ({"plan": 3}, "plan=3, expected an OffloadPlan"),
+        ({"plan": {}}, r"plan=\{\}, expected an OffloadPlan"),
+        ({"plan": tmp_path / "none.json", "budget": 1}, "budget=1 beside plan="),
+        ({"units": "("}, r"units='\(', which is no regular expression"),
+        ({"units": 3}, "units=3, expected a regular expression"),
+        ({"units": []}, r"units=\[\], expected a regular expression"),
+        ({"disk": 3}, "disk=3, expected the path of a folder"),
+        ({"disk": ""}, "disk='', expected the path of a folder"),
+        ({"weights": 3}, "weights=3, expected the path of a safetensors"),
+        ({"weights": []}, r"weights=\[\], expected the path of a safetensors"),
+        ({"resident": ["blocks.0"]}, r"'blocks\.0' in resident=, expected modules"),
+        ({"resident": [torch.nn.ReLU()]}, "ReLU in resident=, expected modules"),
+        ({"resident": 3}, "resident=3, expected modules"),
     ):
         with pytest.raises(OffloadError, match=message):
             offload(model, **{"device": "cpu", "disk": tmp_path / "w", **wrong})
@@ -205,6 +242,69 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="without modules that hold weights"):
         offload(torch.nn.ReLU(), device="cpu", disk=tmp_path)
     assert torch.equal(model(X), frozen()(X))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "cuda"}, "a plan for cuda, expected one for cpu"),
+        ({"tier": "host"}, "streams from the host, expected the disk: leave out disk="),
+        ({"nbytes": 1}, r"blocks\.0 has 1 B, expected 130 KiB"),
+    ],
+)
+def test_a_plan_for_something_else_is_an_error(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        plan = handle.plan
+    inner = {key: value for key, value in change.items() if key != "device"}
+    plan = replace(
+        plan,
+        device=change.get("device", "cpu"),
+        units=tuple(replace(unit, **inner) for unit in plan.units),
+    )
+    with pytest.raises(OffloadError, match=message):
+        offload(model, device="cpu", disk=tmp_path, plan=plan)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(model(X), frozen()(X))
+
+
+def test_replacing_an_offload_that_is_no_offload_keeps_it(tmp_path: Path) -> None:
+    model = frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        with pytest.raises(OffloadError, match="expected disk="):
+            enable_layerwise_offload(model, is_replace=True)
+        assert handle.attached
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_a_plan_that_passes_its_budget_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peak that turns out higher than was planned: less stays, until it is not."""
+    model, limit = frozen(blocks=12), 41_200_000
+    monkeypatch.setattr(offload_model, "held", lambda device: 41_500_000)
+    monkeypatch.setattr(settling, "held", lambda device: 40_000_000)
+    seen: list[int] = []
+
+    def confirmed(engine: Any, run: Any) -> tuple[float, int]:
+        run()
+        seen.append(len(engine.units))
+        return 0.25, limit + (200_000 if len(seen) < 3 else -100_000)
+
+    monkeypatch.setattr(settling, "confirmed", confirmed)
+    monkeypatch.setattr(settling, "_MARGIN", 100_000)
+    monkeypatch.setattr(settling, "measured", lambda engine, run, facts, tier: facts)
+    with offload(model, limit, "cpu", disk=tmp_path, sample=X) as handle:
+        assert seen == sorted(set(seen))  # each streams more than the one before
+        assert len(seen) == 3
+        assert handle.plan.pass_s == 0.25
+        assert handle.plan.peak_bytes == limit - 100_000
+        assert len(handle.units) == seen[-1]
+        for _ in range(2):
+            assert torch.equal(model(X), frozen(blocks=12)(X))
+    assert torch.equal(model(X), frozen(blocks=12)(X))
 
 
 def test_other_movers_are_refused(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def measured(engine: Engine, run: Callable[[], Any], facts: Facts, tier: str) ->
 
 
 def confirmed(engine: Engine, run: Callable[[], Any]) -> tuple[float, int | None]:
-    """Run the model as it was planned; return the seconds of a pass and the peak, if it is known."""
+    """Run the model as planned; return the seconds of a pass and the peak, if it is known."""
     device, meter = engine.carrier.device, engine.meter
     is_known = begin_peak(device)
     with torch.no_grad():

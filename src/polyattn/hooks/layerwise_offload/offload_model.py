@@ -113,6 +113,8 @@ def enable_layerwise_offload(model: nn.Module, is_replace: bool = False) -> Laye
     """
     known = _known(model)
     if known is not None and is_replace:
+        if carrier_for(_device(None)).needs_files:
+            _refuse_without_files()
         known.detach()
     return offload(model)
 
@@ -135,10 +137,7 @@ def _device(device: Any) -> torch.device:
 
 def _homes(carrier: Carrier, disk: Any, weights: Any, pinned: bool, keep_files: bool) -> Homes:
     if carrier.needs_files and disk is None and weights is None:
-        raise OffloadError(
-            "got device='cpu' without files, expected disk= (a folder for the weights) or weights= "
-            "(the model's safetensors): what computes on the processor can only stream from a disk"
-        )
+        _refuse_without_files()
     lock = pinned and carrier.locks_host
     return Homes(disk=disk, weights=weights, lock=lock, keep_files=keep_files)
 
@@ -194,6 +193,13 @@ def _surveyed(
 
 def _is_here(model: nn.Module, device: torch.device) -> bool:
     return all(p.device == device for p in (*model.parameters(), *model.buffers()))
+
+
+def _refuse_without_files() -> None:
+    raise OffloadError(
+        "got device='cpu' without files, expected disk= (a folder for the weights) or weights= "
+        "(the model's safetensors): what computes on the processor can only stream from a disk"
+    )
 
 
 class _Bar:

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from polyattn.errors import OffloadError
+from polyattn.hooks.layerwise_offload.plan_check import check_plan
 from polyattn.hooks.layerwise_offload.sizes import said
 
 __all__ = ["SCHEMA", "Facts", "OffloadPlan", "PlannedUnit"]
@@ -163,11 +163,12 @@ class OffloadPlan:
             if data["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {data['schema']!r}")
             del data["schema"]
-            data["units"] = tuple(_read_unit(unit) for unit in data["units"])
-            data["order"] = tuple(int(index) for index in data["order"])
+            if not isinstance(data["units"], list) or not isinstance(data["order"], list):
+                raise ValueError("its units and order are no lists")
+            data["units"] = tuple(PlannedUnit(**unit) for unit in data["units"])
+            data["order"] = tuple(data["order"])
             plan = cls(**data)
-            if not all(isinstance(n, int) and n >= 0 for n in (plan.depth, plan.peak_bytes)):
-                raise ValueError("a negative number")
+            check_plan(plan)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OffloadError(
                 f"got what is no plan of this version ({error}), expected one of {SCHEMA!r}: "
@@ -177,7 +178,13 @@ class OffloadPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a JSON file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        try:
+            Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OffloadError(
+                f"got {path} for the plan, which cannot be written ({error.strerror}), expected a "
+                "file in a folder that there is"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> OffloadPlan:
@@ -189,13 +196,6 @@ class OffloadPlan:
 
     def __str__(self) -> str:
         return _text_of(self)
-
-
-def _read_unit(unit: Any) -> PlannedUnit:
-    planned = PlannedUnit(**unit)
-    if planned.tier not in ("resident", "host", "disk") or planned.nbytes < 0:
-        raise ValueError(f"the unit {planned.name!r} is {planned.nbytes} bytes on {planned.tier!r}")
-    return planned
 
 
 def _text_of(plan: OffloadPlan) -> str:

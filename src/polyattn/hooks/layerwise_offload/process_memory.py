@@ -29,7 +29,7 @@ def peak(device: torch.device) -> int:
 
 
 def begin_peak(device: torch.device) -> bool:
-    """Let the peak begin at what is held now; False where the system keeps that of the whole run."""
+    """Let the peak begin at what is held now; False where it is that of the whole run."""
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
     elif sys.platform == "linux":

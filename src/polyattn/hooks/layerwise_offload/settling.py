@@ -1,4 +1,4 @@
-"""Follows a plan: measures once weights are away, plans with that, and sees whether it came true."""
+"""Follows a plan: measures once weights are away, plans with that, and sees what comes of it."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _planned(asked: Asked, facts: Facts, device: torch.device, tier: str) -> Off
 
 
 def _as_seen(plan: OffloadPlan, seconds: float, most: int | None) -> OffloadPlan:
-    """Return a plan with the time that a pass took, and with its peak, if that was higher."""
-    more = 0 if most is None else max(0, most - plan.peak_bytes)
+    """Return a plan with the time that a pass took, and with its peak."""
+    more = 0 if most is None else max(most - plan.peak_bytes, -plan.activation_bytes)
     return replace(
         plan,
         pass_s=seconds or plan.pass_s,
