@@ -7,6 +7,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +172,45 @@ def test_too_little_room_is_known_beforehand(
     with pytest.raises(OffloadError, match="1,000 bytes free"):
         away(model, tmp_path)
     assert torch.equal(model(X), frozen()(X))
+
+
+def test_a_file_that_goes_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its maker detaches while another looks at it: it is written again."""
+    first, second, real = away(frozen(), tmp_path), frozen(), own_files.MappedFile
+
+    def opened(path: Path) -> Any:
+        first.detach()
+        return real(path)
+
+    monkeypatch.setattr(own_files, "MappedFile", opened)
+    with away(second, tmp_path):
+        assert torch.equal(second(X), frozen()(X))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keeper_goes_first", [True, False])
+def test_what_anybody_wants_to_keep_stays(tmp_path: Path, keeper_goes_first: bool) -> None:
+    first, second = away(frozen(), tmp_path), away(frozen(), tmp_path, keep_files=True)
+    for handle in (second, first) if keeper_goes_first else (first, second):
+        handle.detach()
+    assert len(list(tmp_path.glob("*.weights"))) == len(list(tmp_path.glob("*.json"))) == 6
+
+
+def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\nfrom polyattn.hooks import offload\n"
+        "from tests.hooks.layerwise_offload.small_models import frozen\n"
+        f"handle = offload(frozen(seed=5), device='cpu', disk={str(tmp_path)!r})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.glob("*.weights"))) == 6
+    with away(frozen(), tmp_path):
+        assert len(list(tmp_path.glob("*.weights"))) == 6  # only ours
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_drafts_of_dead_processes_are_taken_away(tmp_path: Path) -> None:

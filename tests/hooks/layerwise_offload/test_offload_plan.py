@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ torch = pytest.importorskip("torch")
 from polyattn.errors import OffloadError
 from polyattn.hooks import OffloadPlan, enable_layerwise_offload, offload
 from polyattn.hooks.layerwise_offload import Facts, make_plan, offload_model, settling
+from polyattn.hooks.layerwise_offload.asked import Asked
+from polyattn.hooks.layerwise_offload.hook import PassHook
+from polyattn.hooks.layerwise_offload.partition import candidates
 from polyattn.hooks.layerwise_offload.predict import Step, predict
-from polyattn.hooks.layerwise_offload.process_memory import held
 from polyattn.hooks.layerwise_offload.sizes import read_bytes
 from tests.hooks.layerwise_offload.small_models import frozen, inputs
 
@@ -210,6 +213,64 @@ def test_finer_units_where_blocks_are_too_large(tmp_path: Path) -> None:
         assert torch.equal(model(X), want)
     with pytest.raises(OffloadError, match=r"name of no module.*'blocks\.0'"):
         offload(model, device="cpu", disk=tmp_path, units="layers")
+
+
+class Attends(torch.nn.Module):
+    """Parts outside lists that read their children's weights themselves, or are read by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+        self.layer = torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.read = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        x = self.layer(self.attention(x, x, x, need_weights=False)[0])
+        for block in self.blocks:
+            x = block(x)
+        for block in self.read:
+            x = torch.nn.functional.linear(x, block.weight, block.bias)
+        return x
+
+
+def test_what_is_called_whole_is_a_unit_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attends().eval().requires_grad_(False)
+    reference = copy.deepcopy(model)
+    names = [each.name for each in candidates(model, 1)]
+    assert names[:2] == ["attention", "layer"]
+    assert not any("proj" in name or "linear" in name for name in names)
+    with offload(model, device="cpu", disk=tmp_path, units=names) as handle:
+        assert torch.equal(model(X), reference(X))
+        uses = {row.name: row.uses for row in handle.report().units}
+        assert all(count for name, count in uses.items() if not name.startswith("read"))
+
+
+def test_units_that_no_call_reaches_stay_on_the_device() -> None:
+    """Somebody may read their weights without a call, as a sample shows."""
+    model = Attends().eval().requires_grad_(False)
+    known = Facts(
+        [(str(index), 100) for index in range(8)], order=[0, 1, 2, 4, 5], compute_s=[1.0] * 8
+    )
+    asked = Asked(None, 750, 1)
+    plan = settling._planned(asked, known, torch.device("cuda"), "host")
+    assert {"3", "6", "7"} <= set(plan.resident)
+    assert plan.streamed
+    least = settling._planned(Asked(None, 250, 1), known, torch.device("cuda"), "host")
+    assert len(least.streamed) == 8  # there is no room for them
+    hook = PassHook([Hints()], "model")
+    error = RuntimeError("Expected all tensors to be on the same device")
+    hook.failed(model, error)
+    assert error.__notes__ == ["a hint"]
+
+
+class Hints:
+    def hint(self) -> str:
+        return "a hint"
+
+    def end(self, *, failed: bool) -> None:
+        assert failed
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -103,6 +103,17 @@ class Engine:
                 if slot.is_unused:
                     self.slots.forget_unless_sure(slot)
 
+    def hint(self) -> str:
+        """Return what an error about devices may come from: weights that nobody called for."""
+        unseen = [
+            unit.name for unit in self.units.values() if not self.meter.units[unit.index].uses
+        ]
+        return (
+            "polyattn.hooks.offload brings weights when their module is called. Not called so far: "
+            f"{', '.join(unseen[:4]) or 'none'}{', ...' if len(unseen) > 4 else ''}. Name modules "
+            "whose weights others read in resident=[...], or use handle.loaded(name)."
+        )
+
     def begin_backward(self, task: int, at_end: Callable[[Callable[[], None]], None]) -> None:
         """A backward pass reaches a unit; `at_end` has a function called when it is over."""
         with self._lock:

@@ -106,8 +106,10 @@ class PassHook(ForwardHook):
             engine.end()
 
     def failed(self, module: nn.Module, exc: BaseException) -> None:
-        """End it."""
+        """End it, and say of an error about devices what may be behind it."""
         for engine in self.engines:
+            if isinstance(exc, RuntimeError) and "same device" in str(exc):
+                exc.add_note(engine.hint())
             engine.end(failed=True)
 
 

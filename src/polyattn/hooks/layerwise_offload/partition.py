@@ -40,6 +40,8 @@ def candidates(model: nn.Module, level: int) -> list[Candidate]:
     if level == 0:
         return found
     taken = {id(part) for each in found for part in each.module.modules()}
+    wholes = [module for module in model.modules() if isinstance(module, _WHOLE)]
+    inner = {id(part) for whole in wholes for part in whole.modules() if part is not whole}
     names = {each.name for each in found}
     outside = [
         Candidate(name, module)
@@ -48,7 +50,8 @@ def candidates(model: nn.Module, level: int) -> list[Candidate]:
         and name not in names
         and name
         and _is_called(module)
-        and _has_own(module)
+        and id(module) not in inner
+        and (_has_weights(module) if isinstance(module, _WHOLE) else _has_own(module))
         and not any(id(part) in taken for part in module.modules())
     ]
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}

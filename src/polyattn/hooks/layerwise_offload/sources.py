@@ -156,7 +156,7 @@ class FileSource:
 
 
 def _runs(parts: Sequence[FilePart], offsets: Sequence[int]) -> tuple[list[FilePart], list[int]]:
-    """Join parts that lie in one file as they lie in a slot, gaps included: one read for them all."""
+    """Join parts that lie in one file as they lie in a slot, gaps included: one read."""
     runs: list[FilePart] = []
     starts: list[int] = []
     for part, offset in zip(parts, offsets, strict=True):
