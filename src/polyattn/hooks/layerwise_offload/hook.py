@@ -13,7 +13,7 @@ from polyattn.hooks.forward_hook import ForwardHook
 from polyattn.hooks.layerwise_offload.engine import Engine, Use
 from polyattn.hooks.layerwise_offload.saved_tensors import saving_references
 from polyattn.hooks.layerwise_offload.unit import Unit
-from polyattn.torch.internals import keep_from_tracing
+from polyattn.torch.internals import keep_from_tracing, outside_transforms
 
 __all__ = ["LayerwiseOffloadHook", "PassHook"]
 
@@ -51,7 +51,8 @@ class LayerwiseOffloadHook(ForwardHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Bring the unit."""
-        use = self.engine.enter(self.unit)
+        with outside_transforms():
+            use = self.engine.enter(self.unit)
         self._calls.open.append((use, saving_references(self.engine, self.unit)))
         return None
 
@@ -77,7 +78,8 @@ class LayerwiseOffloadHook(ForwardHook):
         use, saving = self._calls.open.pop()
         if saving is not None:
             saving.__exit__(None, None, None)
-        self.engine.leave(use)
+        with outside_transforms():
+            self.engine.leave(use)
 
 
 class PassHook(ForwardHook):
@@ -96,14 +98,16 @@ class PassHook(ForwardHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin the pass."""
         self._first()
-        for engine in self.engines:
-            engine.begin(self.kind)
+        with outside_transforms():
+            for engine in self.engines:
+                engine.begin(self.kind)
         return None
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """End it."""
-        for engine in self.engines:
-            engine.end()
+        with outside_transforms():
+            for engine in self.engines:
+                engine.end()
 
     def failed(self, module: nn.Module, exc: BaseException) -> None:
         """End it, and say of an error about devices what may be behind it."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from polyattn.hooks.layerwise_offload.leaves import Leaf, put_data
 from polyattn.hooks.layerwise_offload.segments import Layout
 from polyattn.hooks.layerwise_offload.sources import Source
-from polyattn.torch.internals import own_buffers, own_parameters
+from polyattn.torch.internals import is_wrapped_by_transform, own_buffers, own_parameters
 
 __all__ = ["Unit"]
 
@@ -106,9 +106,19 @@ class Unit:
                             found += [id(getattr(tensor, name)) for name in names]
         return found
 
+    def _are_lent(self) -> bool:
+        """Whether modules have tensors of a transform of torch.func, until their call is over."""
+        return any(
+            tensor is not None and is_wrapped_by_transform(tensor)
+            for module in self.modules
+            for part in module.modules()
+            for table in (own_parameters(part), own_buffers(part))
+            for tensor in table.values()
+        )
+
     def was_replaced(self) -> bool:
         """Whether somebody gave a tensor other memory (``.data = ...``), or it is another now."""
-        if self._parts != self._parts_now():
+        if self._parts != self._parts_now() and not self._are_lent():
             return True
         if self.shown is None:
             return self._addresses != [leaf.address for leaf, _, _ in self._leaves]
