@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyattn.errors import OffloadError
 from polyattn.hooks import (
@@ -401,6 +402,23 @@ def test_state_in_buffers_is_kept(tmp_path: Path) -> None:
         for _ in range(3):
             assert torch.equal(model(X), reference(X))
     assert torch.equal(model[1].cache, reference[1].cache)
+
+
+@pytest.mark.parametrize("how", ["export", "strict export", "fake tensors"])
+def test_a_call_without_values_is_an_error(
+    how: str, model: Model, reference: Model, tmp_path: Path
+) -> None:
+    def call() -> object:
+        if how == "fake tensors":
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return model(X)
+        return torch.export.export(model, (X,), strict=how == "strict export")
+
+    with away(model, tmp_path):
+        with pytest.raises(Exception, match=r"handle\.detach|skip|Unsupported|graph break"):
+            call()
+        assert torch.equal(model(X), reference(X))
+    assert torch.equal(torch.export.export(model, (X,)).module()(X), reference(X))
 
 
 def test_enabling_twice_is_one(model: Model, tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
+from polyattn.errors import OffloadError
 from polyattn.hooks.forward_hook import ForwardHook
 from polyattn.hooks.layerwise_offload.engine import Engine, Use
 from polyattn.hooks.layerwise_offload.saved_tensors import saving_references
 from polyattn.hooks.layerwise_offload.unit import Unit
-from polyattn.torch.internals import keep_from_tracing, outside_transforms
+from polyattn.torch.internals import dispatch_modes, is_fake, keep_from_tracing, outside_transforms
 
 __all__ = ["LayerwiseOffloadHook", "PassHook"]
 
@@ -51,6 +53,7 @@ class LayerwiseOffloadHook(ForwardHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Bring the unit."""
+        _refuse_without_values()
         with outside_transforms():
             use = self.engine.enter(self.unit)
         self._calls.open.append((use, saving_references(self.engine, self.unit)))
@@ -97,6 +100,7 @@ class PassHook(ForwardHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin the pass."""
+        _refuse_without_values()
         self._first()
         with outside_transforms():
             for engine in self.engines:
@@ -115,6 +119,17 @@ class PassHook(ForwardHook):
             if isinstance(exc, RuntimeError) and "same device" in str(exc):
                 exc.add_note(engine.hint())
             engine.end(failed=True)
+
+
+def _refuse_without_values() -> None:
+    """Raise where a model is only looked at, by tensors that have shapes and no values."""
+    fake = dispatch_modes() > 0 and is_fake(torch.empty(0))
+    if fake or torch.compiler.is_exporting():
+        raise OffloadError(
+            "got a call that only follows a model's shapes (torch.export, FakeTensorMode) while it "
+            "is offloaded, expected one with values, for weights that come and go are no part of a "
+            "program: call handle.detach() before, or export a model that is not offloaded"
+        )
 
 
 def _stay_out_of_graphs() -> None:
