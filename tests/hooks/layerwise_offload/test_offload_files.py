@@ -23,7 +23,7 @@ from torch import nn
 
 from polyattn.errors import OffloadError
 from polyattn.hooks import offload
-from polyattn.hooks.layerwise_offload import own_files
+from polyattn.hooks.layerwise_offload import own_files, without_weights
 from polyattn.hooks.layerwise_offload.mapped import MappedFile
 from polyattn.hooks.layerwise_offload.safetensors_files import header_of
 from tests.hooks.layerwise_offload.small_models import Model, frozen, inputs
@@ -305,6 +305,33 @@ def test_weights_that_are_loaded_anew_do_not_need_their_file(stored: Path, tmp_p
         model.load_state_dict(frozen(seed=9).state_dict())
         assert torch.equal(model(X), frozen(seed=9)(X))
     assert torch.equal(model(X), frozen(seed=9)(X))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_transformers_that_was_never_in_memory(tied: bool, tmp_path: Path) -> None:
+    """Its rotary frequencies are buffers that no file has."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    whole = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    whole.save_pretrained(tmp_path)
+    with without_weights():
+        model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    assert all(p.is_meta for p in model.parameters())
+    ids = torch.arange(3, 12)[None]
+    with offload(model, device="cpu", weights=tmp_path):
+        assert torch.equal(model(ids).logits, whole(ids).logits)
+        mine, theirs = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, whole))
+        assert torch.equal(mine, theirs)
+    assert torch.equal(model(ids).logits, whole(ids).logits)
+    with torch.device("meta"):
+        lost = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    with pytest.raises(OffloadError, match="without_weights"):
+        offload(lost, device="cpu", weights=tmp_path)
 
 
 def test_several_files_with_an_index_and_a_prefix(tmp_path: Path) -> None:
