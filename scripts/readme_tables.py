@@ -1,5 +1,5 @@
-"""The tables in README.md, docs/cpu.md and docs/command-line.md: from what the code declares and
-from the records.
+"""The tables in README.md, docs/cpu.md, docs/command-line.md and docs/offload.md: from what the
+code declares and from the records.
 
 ``python scripts/readme_tables.py`` says whether they are up to date, ``--write`` makes them so.
 """
@@ -266,6 +266,23 @@ def _ratios(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
         yield f"{peer['ratio']['median']:.3g}" if right else "wrong" if "ratio" in peer else ""
 
 
+def offload() -> str:
+    """Return the table of offload's record in benchmarks/results, the first by name."""
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*/offload.json"))
+    if not paths:
+        return "There is no record yet: `polyattn bench offload --record` makes it."
+    record = json.loads(paths[0].read_text(encoding="utf-8"))
+    machine, versions = record["machine"], record["versions"]
+    where = (
+        f"{machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}, "
+        f"{record.get('date', 'no date')[:10]}. The record: "
+        f"`{paths[0].relative_to(ROOT).as_posix()}`."
+    )
+    lines = [where, "", "| part | found | goals |", "|---|---|---|"]
+    rows = record["rows"]
+    return "\n".join([*lines, *(f"| {r['name']} | {r['text']} | {_met(r['met'])} |" for r in rows)])
+
+
 def variables() -> str:
     """Return the table of the settings."""
     lines = ["| variable | values | meaning |", "|---|---|---|"]
@@ -277,6 +294,7 @@ PAGES = {
     "README.md": {"programs": programs, "backends": lambda: table(registry), "costs": costs},
     "docs/cpu.md": {"cpu": cpu},
     "docs/command-line.md": {"settings": variables},
+    "docs/offload.md": {"offload": offload},
 }
 
 

@@ -29,9 +29,10 @@ def test_a_plan_is_printed_stored_and_followed(
 ) -> None:
     out = weights.with_name("plan.json")
     arguments = ["offload", "plan", str(weights), "--budget", "600KiB", "--tokens", "64"]
+    arguments += ["--device", "cpu"]
     assert main([*arguments, "--tflops", "1", "--rate", "1GB/s", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "stream from host to cuda" in printed
+    assert "stream from disk to cpu" in printed
     assert "x all resident" in printed
     plan = OffloadPlan.load(out)
     assert plan.peak_bytes <= 600 << 10
@@ -51,12 +52,24 @@ def test_json_and_a_rate_that_is_measured(
     assert OffloadPlan.from_json(json.dumps(found)).streamed
 
 
+PLAN = ("offload", "plan", "{}", "--budget", "600KiB")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["offload", "plam"], "Did you mean 'plan'"),
         (["offload", "plan", "{}", "--budget", "1KiB"], "expected at least"),
         (["offload", "plan", "{}", "--budget", "lots"], "expected a number of bytes"),
+        ([*PLAN, "--depth", "0"], "got '0', expected an integer from 1"),
+        ([*PLAN, "--depth=-3"], "expected an integer from 1"),
+        ([*PLAN, "--tokens=-5"], "expected an integer from 1"),
+        ([*PLAN, "--tflops", "nan"], "expected TFLOP/s: a number"),
+        ([*PLAN, "--tflops=-1"], "expected TFLOP/s: a number"),
+        ([*PLAN, "--rate", "0"], "got --rate='0', expected bytes a second"),
+        ([*PLAN, "--rate", "fast"], "--rate='fast'"),
+        ([*PLAN, "--device", "foo"], "invalid choice: 'foo'"),
+        ([*PLAN, "--out", "/missing/x"], "cannot be written (No such file"),
         (["offload", "plan", "nothing.safetensors", "--budget", "1GiB"], "cannot be opened"),
     ],
 )

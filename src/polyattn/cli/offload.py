@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from polyattn.cli.arguments import parser
+from polyattn.cli.arguments import number, parser
 from polyattn.cli.printing import emit_json
 from polyattn.errors import MissingDependency, OffloadError, near_matches
 
@@ -39,16 +39,41 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made = parser("offload plan", SUMMARY)
     made.add_argument("weights", metavar="WEIGHTS", help="a safetensors file, or a model's folder")
     made.add_argument("--budget", required=True, help="memory of the device, as 8GiB")
-    made.add_argument("--device", default="cuda", help="where it computes: cuda or cpu (cuda)")
+    devices = ("cuda", "xpu", "cpu")
+    made.add_argument(
+        "--device", choices=devices, default="cuda", help="where it computes: cuda or cpu (cuda)"
+    )
     made.add_argument("--tier", choices=("host", "disk"), help="where weights stream from")
-    made.add_argument("--depth", type=int, help="units fetched ahead (the best of 1, 2, 3)")
+    made.add_argument("--depth", type=_count, help="units fetched ahead (the best of 1, 2, 3)")
     made.add_argument("--rate", help="of copies, as 25GB/s; from a disk it is measured")
-    made.add_argument("--tokens", type=int, help="of a pass; with --tflops the time is predicted")
-    made.add_argument("--tflops", type=float, help="that the device reaches in matrix products")
+    made.add_argument(
+        "--tokens", type=_count, help="of a pass; with --tflops the time is predicted"
+    )
+    made.add_argument(
+        "--tflops", type=number("TFLOP/s", 1e-6), help="that the device reaches in matrix products"
+    )
     made.add_argument("--activations", default="0", help="memory of a pass beside the weights")
     made.add_argument("--other", default="0", help="what the process holds on the device already")
     made.add_argument("--out", metavar="FILE", help="store the plan, for offload(plan=FILE)")
     return made.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    """Read a number of things, at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from 1")
+    return int(text)
+
+
+def _rate(text: str | None) -> float | None:
+    from polyattn.hooks.layerwise_offload.sizes import read_bytes
+
+    if text is None:
+        return None
+    rate = read_bytes(text, "--rate")
+    if rate < 1:
+        raise OffloadError(f"got --rate={text!r}, expected bytes a second such as 25GB/s")
+    return float(rate)
 
 
 def _plan(argv: Sequence[str]) -> int:
@@ -68,7 +93,7 @@ def _plan(argv: Sequence[str]) -> int:
     try:
         flops = options.tflops * 1e12 if options.tflops else None
         facts = facts_of_checkpoint(files, tokens=options.tokens, flops=flops)
-        rate = float(read_bytes(options.rate, "--rate")) if options.rate else None
+        rate = _rate(options.rate)
         if rate is None and tier == "disk":
             rate = measured_rate(files)
     finally:

@@ -44,6 +44,8 @@ if typing.TYPE_CHECKING:
     from polyattn.hooks.layerwise_offload import (
         LayerwiseOffload,
         LayerwiseOffloadHook,
+        LayerwiseOffloadManager,
+        LayerwiseOffloadState,
         OffloadPlan,
         enable_layerwise_offload,
         offload,
@@ -55,7 +57,8 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "ActivationStatHook", "ForwardHook", "HookError", "HookHandle", "JsonlSink",
-    "LayerwiseOffload", "LayerwiseOffloadHook", "ModuleHookManager", "OffloadPlan",
+    "LayerwiseOffload", "LayerwiseOffloadHook", "LayerwiseOffloadManager",
+    "LayerwiseOffloadState", "ModuleHookManager", "OffloadPlan",
     "assert_same_activations", "attach_activation_trace", "compare", "detach_activation_trace",
     "enable_layerwise_offload", "isolate", "offload", "recomputing", "trace", "trace_any",
     "trace_step",
@@ -66,6 +69,8 @@ _LAZY = {  # a trace that is off loads nothing, and so does offload
     "ActivationStatHook": "polyattn.trace.recorders.torch",
     "LayerwiseOffload": "polyattn.hooks.layerwise_offload",
     "LayerwiseOffloadHook": "polyattn.hooks.layerwise_offload",
+    "LayerwiseOffloadManager": "polyattn.hooks.layerwise_offload",
+    "LayerwiseOffloadState": "polyattn.hooks.layerwise_offload",
     "OffloadPlan": "polyattn.hooks.layerwise_offload",
     "enable_layerwise_offload": "polyattn.hooks.layerwise_offload",
     "offload": "polyattn.hooks.layerwise_offload",

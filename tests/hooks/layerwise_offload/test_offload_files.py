@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +23,7 @@ from torch import nn
 
 from polyattn.errors import OffloadError
 from polyattn.hooks import offload
-from polyattn.hooks.layerwise_offload import own_files
+from polyattn.hooks.layerwise_offload import own_files, without_weights
 from polyattn.hooks.layerwise_offload.mapped import MappedFile
 from polyattn.hooks.layerwise_offload.safetensors_files import header_of
 from tests.hooks.layerwise_offload.small_models import Model, frozen, inputs
@@ -75,7 +81,8 @@ def test_files_that_are_written_to_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="was written to"):
         model(X)
         model(X)
-    handle.detach()
+    with pytest.raises(OffloadError, match="was written to"):
+        handle.detach()
 
 
 def test_a_full_disk_leaves_the_model_alone(
@@ -102,6 +109,60 @@ def test_a_full_disk_leaves_the_model_alone(
         assert torch.equal(model(X), frozen()(X))
 
 
+def changed_in_a_scope(model: nn.Module, handle: Any) -> None:
+    with handle.loaded("blocks.1"):
+        model.blocks[1].up.weight.data.mul_(1.5)
+
+
+def changed_by_the_count(model: nn.Module, handle: Any) -> None:
+    with handle.loaded("blocks.1"):
+        model.blocks[1].up.weight.mul_(1.5)
+
+
+def changed_at_home(model: nn.Module, handle: Any) -> None:
+    model.blocks[1].up.weight.data.mul_(1.5)
+    model(X)
+
+
+def replaced(model: nn.Module, handle: Any) -> None:
+    model.blocks[1].up.weight.data = model.blocks[1].up.weight.data * 1.5
+    model(X)
+
+
+def replaced_in_a_scope(model: nn.Module, handle: Any) -> None:
+    with handle.loaded("blocks.1"):
+        model.blocks[1].up.weight.data = model.blocks[1].up.weight.data * 1.5
+
+
+@pytest.mark.parametrize("ends", ["room", "detach"])
+@pytest.mark.parametrize(
+    "change",
+    [changed_in_a_scope, changed_by_the_count, changed_at_home, replaced, replaced_in_a_scope],
+)
+def test_nothing_is_lost_on_a_full_disk(
+    change: Any, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was changed waits in memory; the next call has it, or the model that is detached."""
+    model, reference = frozen(), frozen()
+    reference.blocks[1].up.weight.data.mul_(1.5)
+    handle = away(model, tmp_path)
+    model(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(own_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+        with pytest.raises(OffloadError, match="1,000 bytes free"):
+            change(model, handle)
+        with pytest.raises(OffloadError, match="1,000 bytes free"):
+            model(X)
+        assert torch.equal(model.blocks[1].up.weight, reference.blocks[1].up.weight)
+        if ends == "detach":
+            handle.detach()
+    assert torch.equal(model(X), reference(X))
+    assert torch.equal(model(X), reference(X))
+    handle.detach()
+    assert torch.equal(model(X), reference(X))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_room_is_known_beforehand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +172,45 @@ def test_too_little_room_is_known_beforehand(
     with pytest.raises(OffloadError, match="1,000 bytes free"):
         away(model, tmp_path)
     assert torch.equal(model(X), frozen()(X))
+
+
+def test_a_file_that_goes_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its maker detaches while another looks at it: it is written again."""
+    first, second, real = away(frozen(), tmp_path), frozen(), own_files.MappedFile
+
+    def opened(path: Path) -> Any:
+        first.detach()
+        return real(path)
+
+    monkeypatch.setattr(own_files, "MappedFile", opened)
+    with away(second, tmp_path):
+        assert torch.equal(second(X), frozen()(X))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keeper_goes_first", [True, False])
+def test_what_anybody_wants_to_keep_stays(tmp_path: Path, keeper_goes_first: bool) -> None:
+    first, second = away(frozen(), tmp_path), away(frozen(), tmp_path, keep_files=True)
+    for handle in (second, first) if keeper_goes_first else (first, second):
+        handle.detach()
+    assert len(list(tmp_path.glob("*.weights"))) == len(list(tmp_path.glob("*.json"))) == 6
+
+
+def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\nfrom polyattn.hooks import offload\n"
+        "from tests.hooks.layerwise_offload.small_models import frozen\n"
+        f"handle = offload(frozen(seed=5), device='cpu', disk={str(tmp_path)!r})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.glob("*.weights"))) == 6
+    with away(frozen(), tmp_path):
+        assert len(list(tmp_path.glob("*.weights"))) == 6  # only ours
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_drafts_of_dead_processes_are_taken_away(tmp_path: Path) -> None:
@@ -143,6 +243,95 @@ def test_a_model_that_was_never_in_memory(stored: Path) -> None:
             assert [id(p) for p in model.parameters()] == objects
         assert torch.equal(model(X), frozen()(X))
     assert sorted(file.name for file in stored.parent.iterdir()) == ["model.safetensors"]
+
+
+def overwritten(path: Path, by: bytes) -> None:
+    with path.open("r+b") as file:
+        file.write(by)
+
+
+USES = {
+    "forward": lambda model, handle: model(X),
+    "state_dict": lambda model, handle: model.state_dict(),
+    "of a part": lambda model, handle: model.blocks[1].up.state_dict(),
+    "deepcopy": lambda model, handle: copy.deepcopy(model),
+    "save": lambda model, handle: torch.save(model, io.BytesIO()),
+    "detach": lambda model, handle: handle.detach(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("how", ["written", "written, its time set back", "cut"])
+def test_no_use_of_a_changed_file_is_silent(use: str, how: str, stored: Path) -> None:
+    values = {name: value.clone() for name, value in frozen(seed=9).state_dict().items()}
+    save_file(values, stored.parent / "other")
+    model = on_meta()
+    handle = offload(model, device="cpu", weights=stored)
+    model(X)
+    facts = stored.stat()
+    if how == "cut":
+        os.truncate(stored, 1000)
+    else:
+        overwritten(stored, (stored.parent / "other").read_bytes())
+    if "back" in how:
+        os.utime(stored, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    with pytest.raises(OffloadError, match="was written to"):
+        USES[use](model, handle)
+    if use != "detach":
+        with pytest.raises(OffloadError, match="was written to"):
+            handle.detach()
+    assert not handle.attached
+    assert all(p.is_meta for p in model.blocks.parameters())  # there are no values any more
+    save_file(frozen().state_dict(), stored.parent / "again")
+    with offload(model, device="cpu", weights=stored.parent / "again"):
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_a_file_that_is_given_away_or_linked_is_the_same(stored: Path) -> None:
+    model = on_meta()
+    with offload(model, device="cpu", weights=stored):
+        os.link(stored, stored.parent / "link")
+        assert torch.equal(model(X), frozen()(X))
+        stored.chmod(0o440)
+        assert torch.equal(model(X), frozen()(X))
+        stored.unlink()
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_weights_that_are_loaded_anew_do_not_need_their_file(stored: Path, tmp_path: Path) -> None:
+    model = on_meta()
+    with offload(model, device="cpu", weights=stored, disk=tmp_path / "own"):
+        overwritten(stored, bytes(stored.stat().st_size))
+        model.load_state_dict(frozen(seed=9).state_dict())
+        assert torch.equal(model(X), frozen(seed=9)(X))
+    assert torch.equal(model(X), frozen(seed=9)(X))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_transformers_that_was_never_in_memory(tied: bool, tmp_path: Path) -> None:
+    """Its rotary frequencies are buffers that no file has."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    whole = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    whole.save_pretrained(tmp_path)
+    with without_weights():
+        model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    assert all(p.is_meta for p in model.parameters())
+    ids = torch.arange(3, 12)[None]
+    with offload(model, device="cpu", weights=tmp_path):
+        assert torch.equal(model(ids).logits, whole(ids).logits)
+        mine, theirs = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, whole))
+        assert torch.equal(mine, theirs)
+    assert torch.equal(model(ids).logits, whole(ids).logits)
+    with torch.device("meta"):
+        lost = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    with pytest.raises(OffloadError, match="without_weights"):
+        offload(lost, device="cpu", weights=tmp_path)
 
 
 def test_several_files_with_an_index_and_a_prefix(tmp_path: Path) -> None:

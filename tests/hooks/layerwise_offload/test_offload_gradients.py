@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn
+from torch.autograd import forward_ad
 
 from polyattn.errors import OffloadError
 from polyattn.hooks import offload
@@ -127,3 +128,37 @@ def test_training_the_weights_themselves_is_refused(tmp_path: Path) -> None:
         assert torch.equal(model(X), out)
     model(X).sum().backward()
     assert model.blocks[0].up.weight.grad is not None
+
+
+def forward_gradient(model: nn.Module) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(X, X))).tangent
+
+
+OTHER = {name: value * 0.5 for name, value in frozen().state_dict().items()}
+BOTH = {name: torch.stack([value, OTHER[name]]) for name, value in frozen().state_dict().items()}
+
+TRANSFORMS = {
+    "jacrev": lambda m: torch.func.jacrev(m)(X[0, 0]),
+    "jvp": lambda m: torch.func.jvp(m, (X[0, 0],), (X[0, 1],))[1],
+    "hessian": lambda m: torch.func.hessian(lambda x: m(x).sum())(X[0, 0]),
+    "vmap": lambda m: torch.vmap(m)(X),
+    "grad": lambda m: torch.func.grad(lambda x: m(x).sum())(X),
+    "forward AD": forward_gradient,
+    "functional_call": lambda m: torch.func.functional_call(m, OTHER, (X,)),
+    "ensemble": lambda m: torch.vmap(lambda p: torch.func.functional_call(m, p, (X,)))(BOTH),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_functions(transform: str, tmp_path: Path) -> None:
+    model, reference = frozen(), frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        for _ in range(2):
+            assert torch.equal(TRANSFORMS[transform](model), TRANSFORMS[transform](reference))
+        assert torch.equal(model(X), reference(X))
+        with torch.no_grad():
+            assert torch.equal(torch.vmap(model)(X), torch.vmap(reference)(X))
+        assert all(row.uses for row in handle.report().units)
+    assert torch.equal(model(X), reference(X))
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from polyattn.errors import OffloadError
-from polyattn.hooks import OffloadPlan, offload
-from polyattn.hooks.layerwise_offload import Facts, make_plan
+from polyattn.hooks import OffloadPlan, enable_layerwise_offload, offload
+from polyattn.hooks.layerwise_offload import Facts, make_plan, offload_model, settling
+from polyattn.hooks.layerwise_offload.asked import Asked
+from polyattn.hooks.layerwise_offload.hook import PassHook
+from polyattn.hooks.layerwise_offload.partition import candidates
 from polyattn.hooks.layerwise_offload.predict import Step, predict
 from polyattn.hooks.layerwise_offload.sizes import read_bytes
 from tests.hooks.layerwise_offload.small_models import frozen, inputs
@@ -101,6 +106,27 @@ def test_a_measured_plan_is_the_fastest_of_those_that_fit() -> None:
         {"units": [{"name": "a", "nbytes": 1, "tier": "cloud"}]},
         {"depth": -1},
         {"depth": "one"},
+        {"depth": 0},
+        {"depth": True},
+        {"device": None},
+        {"peak_bytes": 1.5},
+        {"budget_bytes": "x"},
+        {"pass_s": "x"},
+        {"pass_s": -1},
+        {"compute_s": [1]},
+        {"rates": []},
+        {"rates": {"host": "x"}},
+        {"rates": {"host": 0}},
+        {"order": ["x"]},
+        {"order": [99]},
+        {"order": 1},
+        {"beside_held": 1},
+        {"units": {}},
+        {"units": [{"name": 1, "nbytes": 1, "tier": "host"}]},
+        {"units": [{"name": "a", "nbytes": True, "tier": "host"}]},
+        {"units": [{"name": "a", "nbytes": 1 << 70, "tier": "host"}]},
+        {"units": [{"name": "a", "nbytes": 1, "tier": "host"}] * 2},
+        {"units": [{"name": "a", "nbytes": 1, "tier": "host", "copy_s": "x"}]},
         {"unknown": 1},
     ],
 )
@@ -189,6 +215,64 @@ def test_finer_units_where_blocks_are_too_large(tmp_path: Path) -> None:
         offload(model, device="cpu", disk=tmp_path, units="layers")
 
 
+class Attends(torch.nn.Module):
+    """Parts outside lists that read their children's weights themselves, or are read by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+        self.layer = torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.read = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        x = self.layer(self.attention(x, x, x, need_weights=False)[0])
+        for block in self.blocks:
+            x = block(x)
+        for block in self.read:
+            x = torch.nn.functional.linear(x, block.weight, block.bias)
+        return x
+
+
+def test_what_is_called_whole_is_a_unit_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attends().eval().requires_grad_(False)
+    reference = copy.deepcopy(model)
+    names = [each.name for each in candidates(model, 1)]
+    assert names[:2] == ["attention", "layer"]
+    assert not any("proj" in name or "linear" in name for name in names)
+    with offload(model, device="cpu", disk=tmp_path, units=names) as handle:
+        assert torch.equal(model(X), reference(X))
+        uses = {row.name: row.uses for row in handle.report().units}
+        assert all(count for name, count in uses.items() if not name.startswith("read"))
+
+
+def test_units_that_no_call_reaches_stay_on_the_device() -> None:
+    """Somebody may read their weights without a call, as a sample shows."""
+    model = Attends().eval().requires_grad_(False)
+    known = Facts(
+        [(str(index), 100) for index in range(8)], order=[0, 1, 2, 4, 5], compute_s=[1.0] * 8
+    )
+    asked = Asked(None, 750, 1)
+    plan = settling._planned(asked, known, torch.device("cuda"), "host")
+    assert {"3", "6", "7"} <= set(plan.resident)
+    assert plan.streamed
+    least = settling._planned(Asked(None, 250, 1), known, torch.device("cuda"), "host")
+    assert len(least.streamed) == 8  # there is no room for them
+    hook = PassHook([Hints()], "model")
+    error = RuntimeError("Expected all tensors to be on the same device")
+    hook.failed(model, error)
+    assert error.__notes__ == ["a hint"]
+
+
+class Hints:
+    def hint(self) -> str:
+        return "a hint"
+
+    def end(self, *, failed: bool) -> None:
+        assert failed
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     model = frozen()
     for wrong, message in (
@@ -196,7 +280,21 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"budget": "much"}, "budget='much'"),
         ({"budget": 1000}, "expected at least"),
         ({"device": "nowhere"}, "device='nowhere'"),
+        ({"depth": True}, "depth=True"),
         ({"plan": tmp_path / "none.json"}, "cannot be read"),
+        ({"plan": 3}, "plan=3, expected an OffloadPlan"),
+        ({"plan": {}}, r"plan=\{\}, expected an OffloadPlan"),
+        ({"plan": tmp_path / "none.json", "budget": 1}, "budget=1 beside plan="),
+        ({"units": "("}, r"units='\(', which is no regular expression"),
+        ({"units": 3}, "units=3, expected a regular expression"),
+        ({"units": []}, r"units=\[\], expected a regular expression"),
+        ({"disk": 3}, "disk=3, expected the path of a folder"),
+        ({"disk": ""}, "disk='', expected the path of a folder"),
+        ({"weights": 3}, "weights=3, expected the path of a safetensors"),
+        ({"weights": []}, r"weights=\[\], expected the path of a safetensors"),
+        ({"resident": ["blocks.0"]}, r"'blocks\.0' in resident=, expected modules"),
+        ({"resident": [torch.nn.ReLU()]}, "ReLU in resident=, expected modules"),
+        ({"resident": 3}, "resident=3, expected modules"),
     ):
         with pytest.raises(OffloadError, match=message):
             offload(model, **{"device": "cpu", "disk": tmp_path / "w", **wrong})
@@ -205,6 +303,69 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="without modules that hold weights"):
         offload(torch.nn.ReLU(), device="cpu", disk=tmp_path)
     assert torch.equal(model(X), frozen()(X))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "cuda"}, "a plan for cuda, expected one for cpu"),
+        ({"tier": "host"}, "streams from the host, expected the disk: leave out disk="),
+        ({"nbytes": 1}, r"blocks\.0 has 1 B, expected 130 KiB"),
+    ],
+)
+def test_a_plan_for_something_else_is_an_error(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        plan = handle.plan
+    inner = {key: value for key, value in change.items() if key != "device"}
+    plan = replace(
+        plan,
+        device=change.get("device", "cpu"),
+        units=tuple(replace(unit, **inner) for unit in plan.units),
+    )
+    with pytest.raises(OffloadError, match=message):
+        offload(model, device="cpu", disk=tmp_path, plan=plan)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(model(X), frozen()(X))
+
+
+def test_replacing_an_offload_that_is_no_offload_keeps_it(tmp_path: Path) -> None:
+    model = frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        with pytest.raises(OffloadError, match="expected disk="):
+            enable_layerwise_offload(model, is_replace=True)
+        assert handle.attached
+        assert torch.equal(model(X), frozen()(X))
+
+
+def test_a_plan_that_passes_its_budget_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peak that turns out higher than was planned: less stays, until it is not."""
+    model, limit = frozen(blocks=12), 41_200_000
+    monkeypatch.setattr(offload_model, "held", lambda device: 41_500_000)
+    monkeypatch.setattr(settling, "held", lambda device: 40_000_000)
+    seen: list[int] = []
+
+    def confirmed(engine: Any, run: Any) -> tuple[float, int]:
+        run()
+        seen.append(len(engine.units))
+        return 0.25, limit + (200_000 if len(seen) < 3 else -100_000)
+
+    monkeypatch.setattr(settling, "confirmed", confirmed)
+    monkeypatch.setattr(settling, "_MARGIN", 100_000)
+    monkeypatch.setattr(settling, "measured", lambda engine, run, facts, tier: facts)
+    with offload(model, limit, "cpu", disk=tmp_path, sample=X) as handle:
+        assert seen == sorted(set(seen))  # each streams more than the one before
+        assert len(seen) == 3
+        assert handle.plan.pass_s == 0.25
+        assert handle.plan.peak_bytes == limit - 100_000
+        assert len(handle.units) == seen[-1]
+        for _ in range(2):
+            assert torch.equal(model(X), frozen(blocks=12)(X))
+    assert torch.equal(model(X), frozen(blocks=12)(X))
 
 
 def test_other_movers_are_refused(tmp_path: Path) -> None:

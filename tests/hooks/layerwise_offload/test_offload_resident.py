@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -15,13 +16,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyattn.errors import OffloadError
-from polyattn.hooks import LayerwiseOffloadHook, ModuleHookManager, offload
-from polyattn.hooks.layerwise_offload import (
+from polyattn.hooks import (
+    LayerwiseOffloadHook,
     LayerwiseOffloadManager,
     LayerwiseOffloadState,
+    ModuleHookManager,
     enable_layerwise_offload,
+    offload,
 )
 from tests.hooks.layerwise_offload.small_models import Block, Model, frozen, inputs
 
@@ -154,6 +158,31 @@ def test_changes_in_a_scope_go_home(model: Model, reference: Model, tmp_path: Pa
         with unknown, handle.loaded("blocks.9"):
             pass
     assert torch.equal(model(X), reference(X))
+
+
+def test_changing_weights_loads_none_and_keeps_no_slots(
+    model: Model, reference: Model, tmp_path: Path
+) -> None:
+    with away(model, tmp_path) as handle:
+        model(X)
+        engine = ModuleHookManager.of(model.blocks[0]).get("layerwise_offload").engine
+        with handle.mutate_params_scope():
+            assert len(engine.slots) == 2
+            for each in (model, reference):
+                for parameter in each.parameters():
+                    parameter.data *= 1.5
+        assert all(unit.home.is_changed() is False for unit in engine.units.values())
+        assert torch.equal(model(X), reference(X))
+        with handle.loaded():
+            assert len(engine.slots) == 6
+        assert len(engine.slots) == 2
+        for each, scope in ((reference, None), (model, True)):
+            for block in each.blocks:
+                hook = ModuleHookManager.of(block).get("layerwise_offload") if scope else None
+                with hook.mutate_params_scope() if hook else contextlib.nullcontext():
+                    block.up.weight.data *= 0.5
+        assert len(engine.slots) == 2
+        assert torch.equal(model(X), reference(X))
 
 
 def test_casting(model: Model, reference: Model, tmp_path: Path) -> None:
@@ -328,6 +357,68 @@ def test_experts_are_brought_when_they_are_called(tmp_path: Path) -> None:
         assert rows["0.experts.2"] == 1
     fresh = copy.deepcopy(model)
     assert torch.equal(fresh(X), model(X))
+
+
+@pytest.mark.parametrize("order", ["abacb", "cbbaa", "aabc"])
+def test_a_module_in_several_places_is_one(order: str, tmp_path: Path) -> None:
+    blocks = {name: Block() for name in "abc"}
+    model = nn.Sequential(*(blocks[name] for name in order)).eval().requires_grad_(False)
+    reference, x = copy.deepcopy(model), torch.randn(2, 3, 64)
+    with away(model, tmp_path) as handle:
+        assert len(handle.units) == len(set(order))
+        for _ in range(2):
+            assert torch.equal(model(x), reference(x))
+    assert torch.equal(model(x), reference(x))
+
+
+def test_a_list_with_two_names_is_one(model: Model, reference: Model, tmp_path: Path) -> None:
+    model.alias = model.blocks
+    with away(model, tmp_path) as handle:
+        assert handle.units == tuple(f"blocks.{index}" for index in range(6))
+        assert torch.equal(model(X), reference(X))
+
+
+class Remembers(nn.Module):
+    """Keeps what it has seen in a buffer of 2 MiB, past torch's count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("cache", torch.zeros(8192, 64))
+        self.register_buffer("codes", torch.ones(1 << 20, dtype=torch.int8))  # as packed weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) + self.cache[:5].sum() + self.codes[:3].sum()
+        self.cache.data[:5] += x[0]
+        return x
+
+
+def test_state_in_buffers_is_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Remembers() for _ in range(4))).eval().requires_grad_(False)
+    reference = copy.deepcopy(model)
+    with away(model, tmp_path) as handle:
+        assert all(1 << 20 < unit.nbytes < 2 << 20 for unit in handle.plan.units)
+        for _ in range(3):
+            assert torch.equal(model(X), reference(X))
+    assert torch.equal(model[1].cache, reference[1].cache)
+
+
+@pytest.mark.parametrize("how", ["export", "strict export", "fake tensors"])
+def test_a_call_without_values_is_an_error(
+    how: str, model: Model, reference: Model, tmp_path: Path
+) -> None:
+    def call() -> object:
+        if how == "fake tensors":
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return model(X)
+        return torch.export.export(model, (X,), strict=how == "strict export")
+
+    with away(model, tmp_path):
+        with pytest.raises(Exception, match=r"handle\.detach|skip|Unsupported|graph break"):
+            call()
+        assert torch.equal(model(X), reference(X))
+    assert torch.equal(torch.export.export(model, (X,)).module()(X), reference(X))
 
 
 def test_enabling_twice_is_one(model: Model, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,11 +19,13 @@ from polyattn.errors import MissingDependency, PolyattnError
 
 __all__ = ["add", "run"]
 
-PARTS = ("schedules", "models", "disk")
+PARTS = ("schedules", "memory", "models", "disk", "gpu")
 _SCHEDULES, _QUICK_SCHEDULES = 10_000, 500
 _BLOCKS, _QUICK_BLOCKS = 24, 8
 _GOALS = {"over_bound": 1.10, "over_predicted": 1.10, "over_planned_peak": 1.05}
+_PEAK_SLACK, _LOCKED_AT_MOST = 64 << 20, 1.01
 _INTERRUPTED = 130
+_MEMORY = "/dev/shm"  # schedules are about orders, not about a disk
 Say = Callable[[str], None]
 
 
@@ -31,7 +35,7 @@ def add(kinds: Any) -> None:
         "offload",
         help="whether offload gives the same bits, and the time and memory that its plan says",
         description="Random schedules on a simulated device; small models of transformers and "
-        "diffusers, offloaded, in eleven situations; a model larger than its limit from a disk.",
+        "diffusers, offloaded, in many situations; a model larger than its limit from a disk.",
     )
     made.add_argument("--quick", action="store_true", help="a part of each, in two minutes")
     made.add_argument("--only", metavar="PART", choices=PARTS, help=f"one of {', '.join(PARTS)}")
@@ -68,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     record = {
         "schema": records.SCHEMA, "kind": "offload", "command": machine.command_line("offload"),
         "machine": machine.describe(), "versions": machine.versions(), "flags": machine.flags(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "goals_met": all(row["met"] for row in rows), "interrupted": interrupted, "rows": rows,
     }  # fmt: skip
     if options.json:
@@ -86,14 +91,23 @@ def _schedules(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
 
     count = _QUICK_SCHEDULES if options.quick else _SCHEDULES
     wrong = []
-    for seed in range(count):
-        if seed % 1000 == 0:
-            say(f"schedules {seed:,}/{count:,}")
-        found = wrong_in(seed)
-        if found is not None:
-            wrong.append(found)
+    with tempfile.TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None) as folder:
+        for seed in range(count):
+            if seed % 1000 == 0:
+                say(f"schedules {seed:,}/{count:,}")
+            found = wrong_in(seed, Path(folder))
+            if found is not None:
+                wrong.append(found)
     text = f"{count:,} random orders of copies and computations, {len(wrong)} with a wrong byte"
     return [{"name": "schedules", "text": text, "wrong": wrong[:5], "met": not wrong}]
+
+
+def _memory(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    """Weigh what offload holds on a device, and what it locks on the host."""
+    from polyattn.bench.offload.weighed import locked, peaks
+
+    say("memory: weights on the device, and locked on the host")
+    return [peaks(_PEAK_SLACK), locked(_LOCKED_AT_MOST)]
 
 
 def _models(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
@@ -201,10 +215,26 @@ def _disk_row(path: Path, blocks: int, budget: str, tokens: int, passes: int) ->
     return {"name": name, "text": text, "met": met, "took_s": took, "goals": _GOALS, **found}
 
 
+def _gpu(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    """Stream stacks like Wan's and Flux's to a GPU, beside accelerate and diffusers."""
+    from polyattn.bench.offload.gpu_run import STACKS, measure
+
+    if not importlib.import_module("torch").cuda.is_available():
+        say("gpu: there is none, so nothing of it is measured")
+        return []
+    rows = []
+    for name in STACKS:
+        say(f"gpu: {name}")
+        rows.append(measure(name, passes=3 if options.quick else 7, folder=options.folder))
+    return rows
+
+
 _RUNS: dict[str, Callable[[argparse.Namespace, Say], list[dict[str, Any]]]] = {
     "schedules": _schedules,
+    "memory": _memory,
     "models": _models,
     "disk": _disk,
+    "gpu": _gpu,
 }
 
 

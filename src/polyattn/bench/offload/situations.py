@@ -90,6 +90,74 @@ def _used_by_themselves(pair: Pair) -> bool:
     return all(_equal(a.data, b.data) for a, b in pairs)
 
 
+class _Stub(nn.Module):
+    """Stands in the place of a block and gives what that gave once, without calling it."""
+
+    def __init__(self, block: nn.Module, output: Any) -> None:
+        super().__init__()
+        self._told = block, output  # in a tuple, so that it is no part of the model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._told[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told[1]
+
+
+def _middle_block(pair: Pair) -> str:
+    return pair.handle.units[len(pair.handle.units) // 2]
+
+
+def _skipped(pair: Pair) -> bool:
+    """A block is passed over, as caching of steps does: the next comes earlier than expected."""
+    name, outputs = _middle_block(pair), []
+    where, _, last = name.rpartition(".")
+    for model in (pair.ours, pair.theirs):
+        block = model.get_submodule(name)
+        note = block.register_forward_hook(lambda module, args, output: outputs.append(output))
+        with torch.no_grad():
+            torch.manual_seed(0)
+            model(**pair.inputs)
+        note.remove()
+        if not outputs:
+            return pair.same()  # nothing calls it
+        setattr(model.get_submodule(where), last, _Stub(block, outputs[0]))
+    try:
+        return pair.same() and pair.same()
+    finally:
+        for model in (pair.ours, pair.theirs):
+            parent = model.get_submodule(where)
+            setattr(parent, last, getattr(parent, last)._told[0])
+
+
+def _repeated(pair: Pair) -> bool:
+    """Each call of a block is made twice."""
+    handles = []
+    for model in (pair.ours, pair.theirs):
+        block = model.get_submodule(_middle_block(pair))
+        again = {"inside": False}
+
+        def call(
+            module: nn.Module, args: Any, kwargs: Any, output: Any, again: Any = again
+        ) -> None:
+            if not again["inside"]:
+                again["inside"] = True
+                try:
+                    module(*args, **kwargs)
+                finally:
+                    again["inside"] = False
+
+        handles.append(block.register_forward_hook(call, with_kwargs=True))
+    try:
+        return pair.same() and pair.same()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _inference(pair: Pair) -> bool:
     with torch.inference_mode():
         same = pair.same()
@@ -102,7 +170,7 @@ def _detached(pair: Pair) -> bool:
 
 
 SITUATIONS: dict[str, Callable[[Pair], bool]] = {
-    "plain": _plain, "inference_mode": _inference,
+    "plain": _plain, "inference_mode": _inference, "skip": _skipped, "repeat": _repeated,
     "exception, then again": _failed_and_called_again,
     "weights read": _used_by_themselves, "deepcopy": _copied, "merged by .data": _merged,
     "save": _saved_and_loaded, "load": _loaded_into, "detach": _detached,
@@ -122,7 +190,11 @@ def _trained(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 def with_other_weights(model: nn.Module, inputs: dict[str, Any], folder: Path) -> dict[str, str]:
     """Try a model whose layers are quantised, and one with adapters that train."""
     found: dict[str, str] = {}
-    for name, change in (("quantised", quantised), ("adapters train", with_adapters)):
+    changes = (
+        ("quantised", quantised), ("adapters train", with_adapters),
+        ("checkpointing", _with_checkpoints),
+    )  # fmt: skip
+    for name, change in changes:
         ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
         if not change(ours) or not change(theirs) or not _runs(theirs, inputs, name):
             continue  # it reads its layers' weights in ways that such weights do not know
@@ -130,7 +202,7 @@ def with_other_weights(model: nn.Module, inputs: dict[str, Any], folder: Path) -
         try:
             pair = Pair(ours, theirs, handle, inputs)
             same = pair.same()
-            if name == "adapters train":
+            if name != "quantised":
                 mine, others = _trained(ours, inputs), _trained(theirs, inputs)
                 same = same and len(mine) == len(others) and all(map(_equal, mine, others))
             found[name] = "same" if same else "differs"
@@ -141,9 +213,24 @@ def with_other_weights(model: nn.Module, inputs: dict[str, Any], folder: Path) -
     return found
 
 
+def _with_checkpoints(model: nn.Module) -> int:
+    """Train adapters of a model that computes its blocks again in backward; 0 if it cannot."""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    else:
+        can = getattr(model, "_supports_gradient_checkpointing", False)
+        enable, options = getattr(model, "enable_gradient_checkpointing", None) if can else None, {}
+    if enable is None:
+        return 0
+    enable(**options)
+    model.train()
+    return with_adapters(model)
+
+
 def _runs(model: nn.Module, inputs: dict[str, Any], name: str) -> bool:
     try:
-        if name == "adapters train":
+        if name != "quantised":
             return bool(_trained(model, inputs))
         with torch.no_grad():
             model(**inputs)
@@ -162,6 +249,7 @@ def tried(model: nn.Module, inputs: dict[str, Any], folder: Path) -> dict[str, s
         handle.detach()
         return {"plain": "nothing to stream"}
     pair = Pair(model, theirs, handle, inputs)
+    lists = {name.rpartition(".")[0] for name in handle.units}
     try:
         for name, situation in SITUATIONS.items():
             try:
@@ -170,6 +258,8 @@ def tried(model: nn.Module, inputs: dict[str, Any], folder: Path) -> dict[str, s
                 found[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
     finally:
         handle.detach()
+    if len(lists) > 1:
+        found["two lists"] = found["plain"]
     model.load_state_dict(start)
     return {**found, **with_other_weights(model, inputs, folder)}
 

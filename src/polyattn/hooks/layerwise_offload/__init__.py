@@ -11,6 +11,7 @@ from __future__ import annotations
 from polyattn.hooks.layerwise_offload.engine import Engine as LayerwiseOffloadState
 from polyattn.hooks.layerwise_offload.handle import LayerwiseOffload
 from polyattn.hooks.layerwise_offload.hook import LayerwiseOffloadHook
+from polyattn.hooks.layerwise_offload.meta_weights import without_weights
 from polyattn.hooks.layerwise_offload.offload_model import enable_layerwise_offload, offload
 from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan, PlannedUnit
 from polyattn.hooks.layerwise_offload.offload_report import OffloadReport
@@ -31,4 +32,5 @@ __all__ = [
     "enable_layerwise_offload",
     "make_plan",
     "offload",
+    "without_weights",
 ]

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.devices import Carrier
+from polyattn.hooks.layerwise_offload.guards import guarded
 from polyattn.hooks.layerwise_offload.homes import Homes
 from polyattn.hooks.layerwise_offload.leaves import Leaf, leaves_of, put_data
 from polyattn.hooks.layerwise_offload.placement import Placement
 from polyattn.hooks.layerwise_offload.segments import Layout, Segment, bytes_of, segments_of
+from polyattn.hooks.layerwise_offload.sources import Source
 from polyattn.hooks.layerwise_offload.survey import Found, Survey, to_stream
 from polyattn.hooks.layerwise_offload.unit import Unit
 
@@ -33,6 +35,7 @@ class Attached:
         self.carrier = carrier
         self.homes = homes
         self.units: list[Unit] = []
+        self._staying: set[int] = set()
         self._some_frozen = any(not p.requires_grad for p in model.parameters())
         self._undo: list[Callable[[], None]] = []
         try:
@@ -58,10 +61,25 @@ class Attached:
         self.units.append(unit)
 
     def _bring_back(self, unit: Unit, origins: Sequence[_Origin]) -> None:
-        """Give a unit's tensors memory of their own again, where they were, as they are now."""
+        """Give a unit's tensors memory of their own again, where they were, as they are now.
+
+        Values that are lost, for somebody wrote to their file, are on no device afterwards.
+        """
         devices = {id(leaf.tensor): origin.device for origin in origins for leaf in origin.leaves}
-        if unit.shown is None and unit.was_replaced():
-            self.rehome(unit)
+        try:
+            if unit.shown is None:
+                unit.home.check()
+            self._bring(unit, devices)
+            if unit.shown is None:
+                unit.home.check()
+        except OffloadError:
+            for leaf in unit.leaves:
+                on_no_device(leaf.tensor)
+            raise
+        finally:
+            unit.home.close()
+
+    def _bring(self, unit: Unit, devices: dict[int, torch.device | None]) -> None:
         for segment in segments_of(unit.leaves):
             device = devices.get(id(segment.leaves[0].tensor), torch.device("cpu"))
             if device is not None:
@@ -69,7 +87,6 @@ class Attached:
                 memory.copy_(bytes_of(segment))
                 for leaf, place in zip(segment.leaves, segment.places, strict=True):
                     put_data(leaf.tensor, place.over(memory))
-        unit.home.close()
 
     def _move_outside(self, leaves: Sequence[Leaf]) -> None:
         """Bring what belongs to no unit to the device, where it stays."""
@@ -98,6 +115,7 @@ class Attached:
             for module in unit.modules:
                 placement = Placement(module, unit)
                 self._undo.append(placement.remove)
+                self._undo += [guard.remove for guard in guarded(module, unit)]
             for leaf in unit.leaves:
                 if leaf.outer.requires_grad and leaf.outer.is_leaf:
                     handle = leaf.outer.register_hook(_no_gradient(leaf.name))
@@ -106,6 +124,7 @@ class Attached:
     def restore(self) -> None:
         """Undo everything, last first; what fails does not keep the rest from it."""
         failure: BaseException | None = None
+        self.carrier.drain()
         while self._undo:
             try:
                 self._undo.pop()()
@@ -119,9 +138,19 @@ class Attached:
 
     def stay(self, unit: Unit) -> None:
         """Bring a unit to the device for good, into memory of its own."""
+        if unit.index in self._staying:
+            return
+        self._staying.add(unit.index)
         memory = self.carrier.slot(unit.nbytes)
         self.carrier.await_filled(self.carrier.fetch(unit.home, memory, unit.nbytes, ()))
         unit.stay(memory)
+        self._let_go(unit.home)
+
+    def go(self, unit: Unit) -> None:
+        """Put a unit away again that was to stay."""
+        if unit.index in self._staying:
+            self._staying.remove(unit.index)
+            self.rehome(unit)
 
     def rehome(self, unit: Unit) -> None:
         """Give a unit whose tensors somebody changed or exchanged a home that holds them so."""
@@ -139,10 +168,20 @@ class Attached:
         ]
         layout = Layout(segments_of(moved))
         old = unit.home
-        unit.settle_in(layout, self.homes.make(layout))
-        old.close()
+        if unit.shown is None:
+            old.check()
+        home = self.homes.make(layout)
+        if unit.shown is None:
+            old.check()
+        unit.settle_in(layout, home)
+        self._let_go(old)
         streamed = {id(leaf.tensor) for leaf in moved}
         _move([leaf for leaf in leaves if id(leaf.tensor) not in streamed], self.carrier.device)
+
+    def _let_go(self, home: Source) -> None:
+        """Give up a home, which copies that nobody waits for may be reading still."""
+        self.carrier.drain()
+        home.close()
 
     def _inner(self, unit: Unit, module: nn.Module) -> list[nn.Module]:
         """Return the modules of other units within one of this unit's."""
@@ -164,16 +203,23 @@ class _Origin:
         if self.device is not None:
             return
         for leaf in self.leaves:
-            tensor = leaf.tensor
-            empty = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
-            if isinstance(tensor, nn.Parameter):
-                real: Any = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                real.__class__ = type(tensor)
-            else:
-                real = empty
-            torch.utils.swap_tensors(tensor, real)
+            _put_on(leaf.tensor, "cpu")
+
+
+def on_no_device(tensor: Tensor) -> None:
+    """Take a tensor's values away, which are lost; it stays the same object."""
+    _put_on(tensor, "meta")
+
+
+def _put_on(tensor: Tensor, device: str) -> None:
+    """Give a tensor memory elsewhere, without values; ``.data`` cannot change the device so."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        other: Any = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        other.__class__ = type(tensor)
+    else:
+        other = empty
+    torch.utils.swap_tensors(tensor, other)
 
 
 def _move(leaves: Sequence[Leaf], device: torch.device) -> None:

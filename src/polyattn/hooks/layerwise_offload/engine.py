@@ -18,41 +18,21 @@ from torch import Tensor
 from polyattn.hooks.layerwise_offload.devices import Carrier, Fetch
 from polyattn.hooks.layerwise_offload.meter import Meter
 from polyattn.hooks.layerwise_offload.order import LearnedOrder
+from polyattn.hooks.layerwise_offload.slots import Slot, Slots
 from polyattn.hooks.layerwise_offload.unit import Unit
-from polyattn.torch.internals import current_graph_task, storage_holders
+from polyattn.torch.internals import current_graph_task
 
-__all__ = ["Engine", "Slot", "Use"]
-
-
-class Slot:
-    """Memory on the device that holds a unit at a time; it never moves."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self._own_holders = storage_holders(memory)
-        self.unit: Unit | None = None
-        self.fetch: Fetch | None = None
-        self.streams: set[Any] = set()  # where it was used since it was filled
-        self.turn = 0  # when it was used last
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether its unit is not in use."""
-        return self.unit is None or self.unit.uses == 0
-
-    @property
-    def is_held(self) -> bool:
-        """Whether anybody but us holds its memory: a view of a weight, or what autograd saved."""
-        return storage_holders(self.memory) > self._own_holders
+__all__ = ["Engine", "Use"]
 
 
 class Use:
     """One use of a unit, from `enter` to `leave`."""
 
-    __slots__ = ("done", "unit")
+    __slots__ = ("began", "done", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.began: Any = None  # when the computation got to it
         self.done = False
 
 
@@ -80,17 +60,16 @@ class Engine:
         self.units = {unit.index: unit for unit in units}
         self.depth = depth
         self.meter = Meter(carrier)
-        self._turn = 0
         self.order = LearnedOrder([unit.index for unit in units])
         self._rehome = rehome
         largest = max((unit.nbytes for unit in units), default=0)
         sizes = slot_bytes if slot_bytes is not None else [largest] * (depth + 1)
-        self.slots = [Slot(carrier.slot(size)) for size in sizes]
-        self._had: dict[int, Slot] = {}  # the slot that a unit was in last
+        self.slots = Slots(carrier, self.meter, sizes)
         self._lock = threading.RLock()
         self._passes = 0
         self._backward = -1  # the backward pass that runs, as autograd numbers them
         self._process = os.getpid()
+        self._copying: list[Fetch] = []  # from weights that anybody may change after the pass
 
     # -- passes -----------------------------------------------------------------------------------
 
@@ -119,9 +98,21 @@ class Engine:
             else:
                 self.order.end()
             self.meter.end()
+            self._finish_copies()
             for slot in self.slots:
                 if slot.is_unused:
-                    self._forget_unless_sure(slot)
+                    self.slots.forget_unless_sure(slot)
+
+    def hint(self) -> str:
+        """Return what an error about devices may come from: weights that nobody called for."""
+        unseen = [
+            unit.name for unit in self.units.values() if not self.meter.units[unit.index].uses
+        ]
+        return (
+            "polyattn.hooks.offload brings weights when their module is called. Not called so far: "
+            f"{', '.join(unseen[:4]) or 'none'}{', ...' if len(unseen) > 4 else ''}. Name modules "
+            "whose weights others read in resident=[...], or use handle.loaded(name)."
+        )
 
     def begin_backward(self, task: int, at_end: Callable[[Callable[[], None]], None]) -> None:
         """A backward pass reaches a unit; `at_end` has a function called when it is over."""
@@ -152,19 +143,22 @@ class Engine:
             slot, missed = self._bring(unit)
             unit.uses += 1
             fetch = slot.fetch
-            self._fetch_ahead()
         try:
-            stood = 0.0 if fetch is None else self.carrier.await_filled(fetch)
+            self.fetch_ahead()
+            asked = self.carrier.stamp()
+            if fetch is not None:
+                self.carrier.await_filled(fetch)
+            with self._lock:
+                use.began = self.meter.used(unit.index, fetch, asked, missed)
+                self._note_use(slot, unit)
+                if unit.shown is None:
+                    unit.show(slot.memory)
         except BaseException:
             with self._lock:
                 unit.uses -= 1
-                self._empty(slot)
+                if slot.fetch is fetch and unit.shown is None:
+                    self.slots.empty(slot)
             raise
-        with self._lock:
-            self.meter.used(unit.index, fetch, stood, missed)
-            slot.streams.add(self.carrier.stream())
-            if unit.shown is None:
-                unit.show(slot.memory)
         return use
 
     def leave(self, use: Use) -> None:
@@ -174,15 +168,18 @@ class Engine:
                 return
             use.done = True
             unit = use.unit
-            unit.uses -= 1
-            self.meter.left(unit.index)
+            self.meter.left(unit.index, use.began)
+            try:
+                if unit.uses == 1:
+                    self._hide(unit)
+            finally:
+                unit.uses -= 1
+                slot = self.slots.of(unit)
+                if unit.uses == 0 and slot is not None and not self._passes:
+                    self._finish_copies()
+                    self.slots.forget_unless_sure(slot)
             if unit.uses == 0:
-                self._hide(unit)
-                slot = self._slot_of(unit)
-                if self._passes:
-                    self._fetch_ahead()
-                elif slot is not None:
-                    self._forget_unless_sure(slot)
+                self._fetch_ahead()
 
     @contextmanager
     def using(self, unit: Unit) -> Iterator[Unit]:
@@ -191,9 +188,11 @@ class Engine:
         try:
             yield unit
         finally:
-            with self._lock:
-                self._take_home(unit)
-            self.leave(use)
+            try:
+                with self._lock:
+                    self._take_home(unit)
+            finally:
+                self.leave(use)
 
     def borrow(self, unit: Unit) -> Tensor:
         """Return a unit's slot, filled, for who takes a view of it at once, as backward does.
@@ -201,10 +200,14 @@ class Engine:
         The view keeps the slot from being filled with anything else as long as it lives.
         """
         with self._lock:
+            if unit.uses == 0:
+                self._look_for_changes(unit)
             slot, missed = self._bring(unit)
-            stood = 0.0 if slot.fetch is None else self.carrier.await_filled(slot.fetch)
-            self.meter.used(unit.index, slot.fetch, stood, missed)
-            slot.streams.add(self.carrier.stream())
+            asked = self.carrier.stamp()
+            if slot.fetch is not None:
+                self.carrier.await_filled(slot.fetch)
+            self.meter.used(unit.index, slot.fetch, asked, missed)
+            self._note_use(slot, unit)
             return slot.memory
 
     def fetch_ahead(self) -> None:
@@ -212,69 +215,32 @@ class Engine:
         with self._lock:
             self._fetch_ahead()
 
-    # -- slots ------------------------------------------------------------------------------------
+    def give_back_added(self) -> None:
+        """Let slots go that were added beyond the plan and are not in use."""
+        with self._lock:
+            self.slots.give_back_added()
 
     def _bring(self, unit: Unit) -> tuple[Slot, bool]:
         """Return the slot that holds a unit or will, and whether it was not foreseen."""
         self.order.used(unit.index)
-        self._turn += 1
-        slot = self._slot_of(unit)
+        slot = self.slots.of(unit)
         missed = slot is None
         if slot is None:
-            slot = self._fill(self._choose(unit) or self._one_more(unit), unit)
-        slot.turn = self._turn
+            wanted = list(self.order.expected()) if self._passes else []
+            slot = self.slots.fill(self.slots.for_now(unit, wanted), unit)
+        self.slots.used(slot)
         return slot, missed
 
-    def _slot_of(self, unit: Unit) -> Slot | None:
-        return next((slot for slot in self.slots if slot.unit is unit), None)
+    def _note_use(self, slot: Slot, unit: Unit) -> None:
+        """This thread's stream computes from a slot from now on."""
+        slot.streams.add(self.carrier.stream())
+        if slot.fetch is not None and unit.home.tier == "host":
+            self._copying.append(slot.fetch)
 
-    def _one_more(self, unit: Unit) -> Slot:
-        """All slots are in use, by blocks within blocks or by other threads."""
-        self.slots.append(Slot(self.carrier.slot(unit.nbytes)))
-        self.meter.slots_added += 1
-        self.meter.bytes_added += unit.nbytes
-        return self.slots[-1]
-
-    def _fill(self, slot: Slot, unit: Unit) -> Slot:
-        if slot.fetch is not None:
-            self.carrier.abandon(slot.fetch)
-        if slot.memory.numel() < unit.nbytes:
-            self.meter.bytes_added += unit.nbytes - slot.memory.numel()
-            slot = self._renew(slot, unit.nbytes)
-        slot.unit, self._had[unit.index] = unit, slot
-        users = [stream for stream in slot.streams if stream is not None]
-        slot.streams = set()
-        slot.fetch = self.carrier.fetch(unit.home, slot.memory, unit.nbytes, users)
-        return slot
-
-    def _renew(self, slot: Slot, nbytes: int) -> Slot:
-        """Put new memory in the place of a slot's; the old goes with who holds it."""
-        fresh = Slot(self.carrier.slot(nbytes))
-        self.slots[self.slots.index(slot)] = fresh
-        return fresh
-
-    def _choose(self, unit: Unit) -> Slot | None:
-        """Return the slot to fill for a unit that is needed now; None if all are in use."""
-        wanted = list(self.order.expected()) if self._passes else []
-        unused = [slot for slot in self.slots if slot.is_unused]
-        for slot in unused:
-            if slot.fetch is not None and slot.unit is None:
-                self.carrier.abandon(slot.fetch)
-                slot.fetch = None
-        free = [slot for slot in unused if not slot.is_held]
-        if free:
-            return min(free, key=lambda slot: self._worth(slot, unit, wanted))
-        for slot in unused:
-            if slot.fetch is not None and not slot.fetch.is_done:  # only being filled, it may be
-                self.carrier.abandon(slot.fetch)
-                slot.unit = slot.fetch = None
-            if not slot.is_held:
-                return slot
-        for slot in unused:
-            self.meter.slots_given_up += 1
-            self.meter.bytes_added += slot.memory.numel()
-            return self._renew(slot, slot.memory.numel())
-        return None
+    def _finish_copies(self) -> None:
+        for fetch in self._copying:
+            self.carrier.finish(fetch)
+        self._copying.clear()
 
     def _fetch_ahead(self) -> None:
         if not self._passes or self.depth == 0:
@@ -287,39 +253,12 @@ class Engine:
                 break
         for index in soon:
             unit = self.units[index]
-            if self._slot_of(unit) is not None or self._is_changed(unit):
+            if self.slots.of(unit) is not None or self._is_changed(unit):
                 continue  # its use will see to a change
-            free = [
-                slot
-                for slot in self.slots
-                if slot.is_unused
-                and (slot.unit is None or slot.unit.index not in soon)
-                and not slot.is_held
-            ]
-            if not free:
+            slot = self.slots.for_soon(unit, soon)
+            if slot is None:
                 return
-            self._fill(min(free, key=lambda slot: self._worth(slot, unit, soon)), unit)
-
-    def _worth(self, slot: Slot, unit: Unit, wanted: Sequence[int]) -> tuple[int, bool, bool, int]:
-        """How much is lost by filling a slot: how soon its unit is needed; that it is another's.
-
-        A unit that gets the slot that it had before keeps its addresses from pass to pass.
-        """
-        soon = 0
-        if slot.unit is not None and slot.unit.index in wanted:
-            soon = len(wanted) - wanted.index(slot.unit.index)
-        another = self._had.get(unit.index) is not slot
-        return soon, another, slot.memory.numel() < unit.nbytes, slot.turn
-
-    def _empty(self, slot: Slot) -> None:
-        if slot.fetch is not None:
-            self.carrier.abandon(slot.fetch)
-        slot.unit = slot.fetch = None
-
-    def _forget_unless_sure(self, slot: Slot) -> None:
-        """Outside a pass anybody may change a weight at home; only some homes would tell."""
-        if slot.unit is not None and not slot.unit.home.sees_writes:
-            slot.unit = None
+            self.slots.fill(slot, unit)
 
     # -- changes ----------------------------------------------------------------------------------
 
@@ -327,41 +266,68 @@ class Engine:
     def _is_changed(unit: Unit) -> bool:
         return unit.was_counted() or unit.was_replaced() or unit.home.is_changed()
 
+    def settle(self, unit: Unit) -> None:
+        """See to what was changed in a unit at home now, instead of at its next use."""
+        with self._lock:
+            if unit.uses == 0:
+                self._look_for_changes(unit)
+
     def _look_for_changes(self, unit: Unit) -> None:
         """If somebody changed the unit at home since it was last used, no copy of it is good."""
         if not self._is_changed(unit):
             return
-        slot = self._slot_of(unit)
+        slot = self.slots.of(unit)
         if slot is not None:
-            self._empty(slot)
+            self.slots.empty(slot)
         if unit.was_replaced() or unit.home.tier == "disk":
             self._rehome(unit)
         unit.note_versions()
 
     def _hide(self, unit: Unit) -> None:
         """Let a unit be its home again, which first gets what was changed in the slot."""
-        if unit.shown is not None and unit.was_replaced():
-            slot = self._slot_of(unit)
+        if unit.shown is None:
+            return
+        replaced = unit.was_replaced()
+        if replaced or unit.was_counted():
+            try:
+                self._store(unit, replaced)
+            except BaseException:
+                unit.hide_but_replaced()
+                raise
+        if replaced:
+            slot = self.slots.of(unit)
             if slot is not None:
-                self._empty(slot)
-            self._rehome(unit)
-        elif unit.shown is not None and unit.was_counted():
-            self._take_home(unit)
+                self.slots.empty(slot)
         unit.hide()
 
     def _take_home(self, unit: Unit) -> None:
-        """Bring what a unit's slot holds to its home."""
-        if unit.shown is None:
-            return
+        """Bring what a unit's slot holds to its home, and go on showing it."""
+        shown = unit.shown
+        if shown is None or unit.was_replaced():
+            return  # who leaves last sees to it
+        self._store(unit, False)
+        unit.show(shown)
+
+    def _store(self, unit: Unit, replaced: bool) -> None:
+        """Have the unit's home hold what it is now; on an error it holds it in memory at least."""
+        assert unit.shown is not None
+        slot = self.slots.of(unit)
+        self.carrier.wait_for(() if slot is None else slot.users)
         self.meter.bytes_written_back += unit.nbytes
-        if unit.home.tier == "disk":  # no file is ever written to: it gets another
-            slot = unit.shown
-            self._rehome(unit)
-            unit.show(slot)
-        else:
-            memory = zip(unit.home.segments(), unit.layout.offsets, strict=True)
-            self.carrier.write_back(unit.shown, memory)
-        unit.note_versions()
+        try:
+            if replaced or unit.home.tier == "disk":  # no file is written to: it gets another
+                self._rehome(unit)
+                return
+        except BaseException:
+            self._write_back(unit)
+            raise
+        self._write_back(unit)
+
+    def _write_back(self, unit: Unit) -> None:
+        memory = zip(unit.home.segments(), unit.layout.offsets, strict=True)
+        self.carrier.write_back(unit.shown, memory)
+
+    # -- the end ----------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
         """In a forked child nobody fills what the parent's threads were filling."""
@@ -369,13 +335,10 @@ class Engine:
             return
         self._process = os.getpid()
         self._lock = threading.RLock()
-        for slot in self.slots:
-            slot.unit, slot.fetch, slot.streams = None, None, set()
+        self.slots.forget_all()
 
     def close(self) -> None:
         """Wait for all copies and give up the slots."""
         with self._lock:
-            for slot in self.slots:
-                self._empty(slot)
+            self.slots.close()
             self.carrier.drain()
-            self.slots = []

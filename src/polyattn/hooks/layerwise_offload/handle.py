@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from polyattn.hooks.layerwise_offload.attach import Attached
 from polyattn.hooks.layerwise_offload.compiled_blocks import AroundCompiled, is_compiled_alone
 from polyattn.hooks.layerwise_offload.engine import Engine
 from polyattn.hooks.layerwise_offload.hook import LayerwiseOffloadHook, PassHook
-from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan
+from polyattn.hooks.layerwise_offload.offload_plan import OffloadPlan
 from polyattn.hooks.layerwise_offload.offload_report import OffloadReport, report_of
 from polyattn.hooks.layerwise_offload.unit import Unit
 from polyattn.hooks.manager import HookHandle, ModuleHookManager
@@ -23,13 +23,14 @@ from polyattn.hooks.manager import HookHandle, ModuleHookManager
 __all__ = ["LayerwiseOffload"]
 
 _HOOK, _PASS = "layerwise_offload", "layerwise_offload_pass"
+_Found = TypeVar("_Found")
 _Block: TypeAlias = tuple[nn.Module, LayerwiseOffloadHook, HookHandle | AroundCompiled]
 
 
 class LayerwiseOffload:
     """What :func:`offload` returns. A context manager: leaving it detaches.
 
-    `plan` is what was planned; `report()` what came of it.
+    `report()` is what came of its `plan`.
 
     >>> import tempfile, torch
     >>> from polyattn.hooks import offload
@@ -46,7 +47,7 @@ class LayerwiseOffload:
     """
 
     def __init__(self, model: nn.Module, plan: OffloadPlan, attached: Attached | None) -> None:
-        self.plan = plan
+        self._plan = plan
         self._model = weakref.ref(model)
         self._attached = attached
         self._engine: Engine | None = None
@@ -64,6 +65,18 @@ class LayerwiseOffload:
         return self._attached is not None
 
     @property
+    def plan(self) -> OffloadPlan:
+        """What was planned, with units that were changed since where they live now.
+
+        A unit of the model's own files that is changed lives in host memory, unless `disk=` has a
+        folder for it; where the host is the device, that is so much more than was planned.
+        """
+        engine = self._engine
+        if engine is None:
+            return self._plan
+        return self._plan.with_homes({u.name: u.home.tier for u in engine.units.values()})
+
+    @property
     def units(self) -> tuple[str, ...]:
         """The names of the units that stream."""
         return () if self._engine is None else tuple(u.name for u in self._engine.units.values())
@@ -74,20 +87,25 @@ class LayerwiseOffload:
         if attached is None:
             return
         self._stop()
-        self.plan = plan
+        self._plan = plan
         staying = set(plan.resident)
         streamed = []
         for unit in attached.units:
             if unit.name in staying:
                 attached.stay(unit)
             else:
+                attached.go(unit)
                 streamed.append(unit)
         if not streamed:
             return
         self._engine = Engine(attached.carrier, streamed, depth=plan.depth, rehome=attached.rehome)
         self._hook(streamed)
 
-    def measure(self, how: Callable[[Engine], Facts]) -> Facts:
+    def expect(self, plan: OffloadPlan) -> None:
+        """Take a plan that says of the one that is followed what came of it."""
+        self._plan = plan
+
+    def measure(self, how: Callable[[Engine], _Found]) -> _Found:
         """Measure with what streams now."""
         if self._engine is None:
             raise OffloadError("got nothing that streams to measure, expected units that do")
@@ -120,6 +138,7 @@ class LayerwiseOffload:
                 self._blocks[place] = module, hook, AroundCompiled(module, hook)
 
     def _stop(self) -> None:
+        self._plan = self.plan
         for _, _, attached in self._blocks:
             attached.detach()
         for handle in reversed(self._passes):
@@ -153,14 +172,40 @@ class LayerwiseOffload:
                 f"({', '.join(known)}).{near_matches(unknown[0], known)}"
             )
         chosen = [known[name] for name in names if name in known] if names else known.values()
-        with ExitStack() as scopes:
-            for unit in chosen:
-                scopes.enter_context(engine.using(unit))
-            yield
+        try:
+            with ExitStack() as scopes:
+                for unit in chosen:
+                    scopes.enter_context(engine.using(unit))
+                yield
+        finally:
+            engine.give_back_added()
 
-    def mutate_params_scope(self) -> Any:
-        """Return the scope in which weights may be changed: `loaded()` of all units."""
-        return self.loaded()
+    @contextmanager
+    def mutate_params_scope(self) -> Iterator[None]:
+        """Weights may be changed within the scope, all at home: on the host, or in mapped files.
+
+        Nothing is loaded, so that it takes no memory of the device; at the end what was changed
+        finds its new home, unit by unit. For changes by the device itself, and for less memory than
+        all changed weights need: ``for name in handle.units: with handle.loaded(name): ...``.
+
+        >>> import tempfile, torch
+        >>> from polyattn.hooks import offload
+        >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with offload(model, device="cpu", disk=folder) as handle:
+        ...         with handle.mutate_params_scope():
+        ...             for parameter in model.parameters():
+        ...                 _ = parameter.data.zero_()
+        ...         print(model(torch.ones(64)).count_nonzero())
+        tensor(0)
+        """
+        try:
+            yield
+        finally:
+            if self._engine is not None:
+                for unit in self._engine.units.values():
+                    self._engine.settle(unit)
 
     def detach(self) -> None:
         """Give the model back as it was, with the values that its weights have now."""

@@ -56,9 +56,9 @@ class Homes:
         if lost:
             raise OffloadError(
                 f"got {len(lost)} tensors without values that are in no file ({_some(lost)}), "
-                "expected all of them in weights=, or in memory: buffers that a checkpoint leaves "
-                "out must be computed first (make the model with its buffers, only its parameters "
-                "on the meta device)"
+                "expected all of them in weights=, or in memory: make the model in "
+                "polyattn.hooks.layerwise_offload.without_weights() instead of "
+                'torch.device("meta"), which computes the buffers that a checkpoint leaves out'
             )
 
     def require(self, nbytes: int) -> None:

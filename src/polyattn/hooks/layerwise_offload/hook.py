@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
+from polyattn.errors import OffloadError
 from polyattn.hooks.forward_hook import ForwardHook
 from polyattn.hooks.layerwise_offload.engine import Engine, Use
 from polyattn.hooks.layerwise_offload.saved_tensors import saving_references
 from polyattn.hooks.layerwise_offload.unit import Unit
-from polyattn.torch.internals import keep_from_tracing
+from polyattn.torch.internals import dispatch_modes, is_fake, keep_from_tracing, outside_transforms
 
 __all__ = ["LayerwiseOffloadHook", "PassHook"]
 
@@ -50,7 +53,9 @@ class LayerwiseOffloadHook(ForwardHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Bring the unit."""
-        use = self.engine.enter(self.unit)
+        _refuse_without_values()
+        with outside_transforms():
+            use = self.engine.enter(self.unit)
         self._calls.open.append((use, saving_references(self.engine, self.unit)))
         return None
 
@@ -62,6 +67,13 @@ class LayerwiseOffloadHook(ForwardHook):
         """Let it go."""
         self._end()
 
+    def mutate_params_scope(self) -> AbstractContextManager[Unit]:
+        """Return a scope in which the unit is on the device, to be changed there.
+
+        What was changed, in any way, goes home at its end.
+        """
+        return self.engine.using(self.unit)
+
     def _end(self) -> None:
         if not self._calls.open:
             return
@@ -69,7 +81,8 @@ class LayerwiseOffloadHook(ForwardHook):
         use, saving = self._calls.open.pop()
         if saving is not None:
             saving.__exit__(None, None, None)
-        self.engine.leave(use)
+        with outside_transforms():
+            self.engine.leave(use)
 
 
 class PassHook(ForwardHook):
@@ -87,20 +100,36 @@ class PassHook(ForwardHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin the pass."""
+        _refuse_without_values()
         self._first()
-        for engine in self.engines:
-            engine.begin(self.kind)
+        with outside_transforms():
+            for engine in self.engines:
+                engine.begin(self.kind)
         return None
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """End it."""
-        for engine in self.engines:
-            engine.end()
+        with outside_transforms():
+            for engine in self.engines:
+                engine.end()
 
     def failed(self, module: nn.Module, exc: BaseException) -> None:
-        """End it."""
+        """End it, and say of an error about devices what may be behind it."""
         for engine in self.engines:
+            if isinstance(exc, RuntimeError) and "same device" in str(exc):
+                exc.add_note(engine.hint())
             engine.end(failed=True)
+
+
+def _refuse_without_values() -> None:
+    """Raise where a model is only looked at, by tensors that have shapes and no values."""
+    fake = dispatch_modes() > 0 and is_fake(torch.empty(0))
+    if fake or torch.compiler.is_exporting():
+        raise OffloadError(
+            "got a call that only follows a model's shapes (torch.export, FakeTensorMode) while it "
+            "is offloaded, expected one with values, for weights that come and go are no part of a "
+            "program: call handle.detach() before, or export a model that is not offloaded"
+        )
 
 
 def _stay_out_of_graphs() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,23 @@ __all__ = ["FilePart", "MappedFile", "Mapping", "can_see_changes"]
 _PAGE = mmap.PAGESIZE
 _THERE = np.uint64((1 << 63) | (1 << 62))  # of a page's entry: in memory, or swapped out
 _OF_FILE = np.uint64(1 << 61)  # and not a copy of this process's own
+
+
+_TICK_S = 0.02  # longer than any system's clock of files ticks
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What tells that a file was written to."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+    owners: tuple[int, int, int, int]
+
+    @property
+    def content(self) -> tuple[int, int]:
+        return self.size, self.modified_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,7 @@ class MappedFile:
                 f"got {self.path}, which cannot be opened ({error.strerror}), expected a file of "
                 "weights: look at the path"
             ) from error
+        self._settle()
         self._seen = self._state()
         self._direct = DirectFile(self._file.fileno(), self.path)
 
@@ -59,18 +78,32 @@ class MappedFile:
     @property
     def nbytes(self) -> int:
         """How long the file is."""
-        return self._seen[0]
+        return self._seen.size
 
-    def _state(self) -> tuple[int, int]:
+    def _state(self) -> _State:
         facts = os.fstat(self._file.fileno())
-        return facts.st_size, facts.st_mtime_ns
+        owners = facts.st_nlink, facts.st_mode, facts.st_uid, facts.st_gid
+        return _State(facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, owners)
+
+    def _settle(self) -> None:
+        """Let a file grow older than its clock's tick: no later write is then missed."""
+        age = time.time() - os.fstat(self._file.fileno()).st_mtime
+        if 0 <= age < _TICK_S:
+            time.sleep(_TICK_S - age)
 
     def check(self) -> None:
         """Raise if somebody has written to the file since it was opened.
 
-        Whoever replaces or deletes it does no harm: what was opened stays.
+        It goes by the file's length and times. The time of its last change of any kind cannot be
+        set back, so that a write is seen after which the other time was. What changes that time
+        without a write does no harm: links to it that are made and deleted, who may read it.
         """
-        if self._state() != self._seen:
+        now = self._state()
+        if now == self._seen:
+            return
+        if now.content == self._seen.content and now.owners != self._seen.owners:
+            self._seen = now
+        else:
             raise OffloadError(
                 f"got {self.path}, which was written to while a model's weights are read from it, "
                 "expected a file that nobody changes: load the model anew"
@@ -125,6 +158,11 @@ class Mapping:
         """
         flags = _flags_of_pages(self._address, self._pages)
         return bool(np.any((flags & _THERE != 0) & (flags & _OF_FILE == 0)))
+
+    def is_apart(self) -> bool:
+        """Whether all of it was written to, so that the file is not what it shows any more."""
+        flags = _flags_of_pages(self._address, self._pages)
+        return bool(len(flags) and np.all((flags & _THERE != 0) & (flags & _OF_FILE == 0)))
 
     def forget(self) -> None:
         """Let go of the pages that were only read; what was written stays."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from polyattn.hooks.layerwise_offload.offload_plan import Facts
 from polyattn.hooks.layerwise_offload.predict import Step, predict
 from polyattn.hooks.layerwise_offload.process_memory import begin_peak, held, peak
 
-__all__ = ["measured", "runner"]
+__all__ = ["confirmed", "measured", "runner"]
 
+_MOST_PASSES, _LONG_S = 5, 2.0
 _KEPT = 32 << 20
 """What the C library keeps of freed memory differs by that much from run to run."""
 
@@ -40,10 +41,10 @@ def runner(model: nn.Module, sample: Any) -> Callable[[], Any]:
 
 
 def measured(engine: Engine, run: Callable[[], Any], facts: Facts, tier: str) -> Facts:
-    """Run the model three times, and return the facts with what was seen.
+    """Run the model some times, and return the facts with what was seen.
 
-    The first pass makes what is made once; in the second nothing is copied while anything is
-    computed, which tells the two apart; in the third they meet.
+    The first pass makes what is made once; in the next nothing is copied while anything is
+    computed, which tells the two apart; then they meet. Short passes are repeated.
     """
     device, meter = engine.carrier.device, engine.meter
     ahead, engine.depth = engine.depth, 0
@@ -53,25 +54,54 @@ def measured(engine: Engine, run: Callable[[], Any], facts: Facts, tier: str) ->
     try:
         with torch.no_grad():
             run()  # what is made only once, is made now; and the order is learned
-            meter.reset()
-            run()
-            alone = _seen(engine, facts, tier)
+            each = _repeated(meter, run, lambda: _seen(engine, facts, tier))
+            alone = _middle(each)
             engine.depth = 1
-            meter.reset()
-            run()
+            together = _middle(_repeated(meter, run, lambda: None))[0]
     finally:
         engine.depth = ahead
-    meter.resolve()
     activations = max(0, peak(device) - before) + (_KEPT if device.type == "cpu" else 0)
-    found = replace(alone, activation_bytes=activations, interference=_interference(meter, alone))
+    return replace(
+        alone[1], activation_bytes=activations, interference=_interference(together, alone[1])
+    )
+
+
+def confirmed(engine: Engine, run: Callable[[], Any]) -> tuple[float, int | None]:
+    """Run the model as planned; return the seconds of a pass and the peak, if it is known."""
+    device, meter = engine.carrier.device, engine.meter
+    is_known = begin_peak(device)
+    with torch.no_grad():
+        run()  # where each unit finds its slot
+        seconds = _middle(_repeated(meter, run, lambda: None))[0]
+    return seconds, peak(device) if is_known else None
+
+
+_Seen = TypeVar("_Seen")
+
+
+def _repeated(
+    meter: Meter, run: Callable[[], Any], look: Callable[[], _Seen]
+) -> list[tuple[float, _Seen]]:
+    """Run once, and again while that is quick; return each pass's seconds and what was seen."""
+    found: list[tuple[float, _Seen]] = []
+    while len(found) < _MOST_PASSES and sum(seconds for seconds, _ in found) < _LONG_S:
+        meter.reset()
+        run()
+        meter.resolve()
+        found.append((meter.pass_s, look()))
+        if not meter.pass_s:
+            break  # the sample never calls the model as a whole
     meter.reset()
     return found
+
+
+def _middle(found: list[tuple[float, _Seen]]) -> tuple[float, _Seen]:
+    return sorted(found, key=lambda each: each[0])[len(found) // 2]
 
 
 def _seen(engine: Engine, facts: Facts, tier: str) -> Facts:
     """Return what a pass showed in which nothing was done at the same time."""
     meter = engine.meter
-    meter.resolve()
     compute = [meter.units[index].compute_s for index in range(len(facts.units))]
     copied = sum(times.copy_s for times in meter.units.values())
     stalled = sum(times.stall_s for times in meter.units.values())
@@ -85,7 +115,7 @@ def _seen(engine: Engine, facts: Facts, tier: str) -> Facts:
     )
 
 
-def _interference(meter: Meter, alone: Facts) -> float:
+def _interference(together_s: float, alone: Facts) -> float:
     """Return by how many seconds a second of copying holds up computation beside it, 0 to 1.
 
     On the processor both want the same cores and the same memory; on a device next to nothing. It
@@ -100,9 +130,9 @@ def _interference(meter: Meter, alone: Facts) -> float:
         return predict(steps, 1, alone.outside_s).pass_s
 
     low, high = 0.0, 1.0
-    if meter.pass_s <= expected(low) or not any(copies):
+    if together_s <= expected(low) or not any(copies):
         return low
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected(middle) < meter.pass_s else (low, middle)
+        low, high = (middle, high) if expected(middle) < together_s else (low, middle)
     return high

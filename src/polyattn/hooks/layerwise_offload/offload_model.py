@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,23 @@ import torch
 from torch import nn
 
 from polyattn.errors import OffloadError
+from polyattn.hooks.layerwise_offload.asked import (
+    Asked,
+    asked_for,
+    checked_paths,
+    checked_resident,
+    checked_units,
+)
 from polyattn.hooks.layerwise_offload.attach import Attached
 from polyattn.hooks.layerwise_offload.devices import Carrier, carrier_for
 from polyattn.hooks.layerwise_offload.handle import LayerwiseOffload
 from polyattn.hooks.layerwise_offload.homes import Homes
 from polyattn.hooks.layerwise_offload.leaves import leaves_of
-from polyattn.hooks.layerwise_offload.measure_pass import measured, runner
-from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan
+from polyattn.hooks.layerwise_offload.offload_plan import OffloadPlan
 from polyattn.hooks.layerwise_offload.others import refuse_others
 from polyattn.hooks.layerwise_offload.partition import LEVELS, candidates, named
-from polyattn.hooks.layerwise_offload.planning import make_plan
-from polyattn.hooks.layerwise_offload.process_memory import held, trim
-from polyattn.hooks.layerwise_offload.sizes import read_bytes
+from polyattn.hooks.layerwise_offload.process_memory import held
+from polyattn.hooks.layerwise_offload.settling import facts_of, settle
 from polyattn.hooks.layerwise_offload.survey import Survey, refuse_training, survey_of
 from polyattn.torch.internals import unwrapped
 
@@ -75,13 +79,14 @@ def offload(
     if known is not None:
         return known
     refuse_others(model)
+    asked = asked_for(plan, budget, depth)
+    patterns, staying = checked_units(units), checked_resident(resident, model)
+    checked_paths(disk, weights)
     carrier = device if isinstance(device, Carrier) else carrier_for(_device(device))
     homes = None
     try:
         homes = _homes(carrier, disk, weights, pinned, keep_files)
-        handle = _offload(
-            model, carrier, homes, _asked(plan, budget, depth), units, resident, sample, progress
-        )
+        handle = _offload(model, carrier, homes, asked, patterns, staying, sample, progress)
     except BaseException:
         if homes is not None:
             homes.close()
@@ -108,6 +113,8 @@ def enable_layerwise_offload(model: nn.Module, is_replace: bool = False) -> Laye
     """
     known = _known(model)
     if known is not None and is_replace:
+        if carrier_for(_device(None)).needs_files:
+            _refuse_without_files()
         known.detach()
     return offload(model)
 
@@ -130,72 +137,14 @@ def _device(device: Any) -> torch.device:
 
 def _homes(carrier: Carrier, disk: Any, weights: Any, pinned: bool, keep_files: bool) -> Homes:
     if carrier.needs_files and disk is None and weights is None:
-        raise OffloadError(
-            "got device='cpu' without files, expected disk= (a folder for the weights) or weights= "
-            "(the model's safetensors): what computes on the processor can only stream from a disk"
-        )
+        _refuse_without_files()
     lock = pinned and carrier.locks_host
     return Homes(disk=disk, weights=weights, lock=lock, keep_files=keep_files)
 
 
-class _Asked:
-    """What the user asks of the plan."""
-
-    def __init__(self, plan: OffloadPlan | None, budget: int | None, depth: int | None) -> None:
-        self.plan, self.budget, self.depth = plan, budget, depth
-        self.beside_held = False
-
-    def read_budget(self, held: int) -> None:
-        """Take a budget below what the process holds without the model for the model's alone."""
-        self.beside_held = self.budget is not None and self.budget < held
-
-    def plan_for(self, facts: Facts, device: str, tier: str) -> OffloadPlan:
-        if self.plan is not None:
-            _check_names(self.plan, [name for name, _ in facts.units])
-            return self.plan
-        budget = self.budget
-        if budget is None:  # as few as possible
-            largest = max((nbytes for _, nbytes in facts.units), default=0)
-            fixed = facts.outside_bytes + facts.other_bytes + facts.activation_bytes
-            budget = fixed + ((self.depth or 1) + 1) * largest
-        if not self.beside_held:
-            return make_plan(facts, device=device, budget=budget, tier=tier, depth=self.depth)
-        plan = make_plan(
-            replace(facts, other_bytes=0), device=device, budget=budget, tier=tier,
-            depth=self.depth,
-        )  # fmt: skip
-        return replace(
-            plan,
-            other_bytes=facts.other_bytes,
-            peak_bytes=plan.peak_bytes + facts.other_bytes,
-            beside_held=True,
-        )
-
-
-def _check_names(plan: OffloadPlan, names: Sequence[str]) -> None:
-    planned = [unit.name for unit in plan.units]
-    if set(planned) != set(names):
-        other = sorted(set(planned) ^ set(names))
-        raise OffloadError(
-            f"got a plan for {len(planned)} units ({', '.join(planned[:2])}, ...), expected one "
-            f"for the {len(names)} of this model ({', '.join(names[:2])}, ...); {other[0]!r} is in "
-            "one of the two: plan for this model, or name the plan's units in units="
-        )
-
-
-def _asked(plan: Any, budget: Any, depth: Any) -> _Asked:
-    if depth is not None and (not isinstance(depth, int) or depth < 1):
-        raise OffloadError(
-            f"got depth={depth!r}, expected how many units to fetch ahead: 1, 2, ..."
-        )
-    if plan is not None and not isinstance(plan, OffloadPlan):
-        plan = OffloadPlan.load(plan)
-    return _Asked(plan, None if budget is None else read_bytes(budget), depth)
-
-
 def _offload(
-    model: nn.Module, carrier: Carrier, homes: Homes, asked: _Asked,
-    units: str | Sequence[str] | None, resident: Sequence[nn.Module], sample: Any, progress: bool,
+    model: nn.Module, carrier: Carrier, homes: Homes, asked: Asked,
+    units: Sequence[str] | None, resident: Sequence[nn.Module], sample: Any, progress: bool,
 ) -> LayerwiseOffload:  # fmt: skip
     device, tier = carrier.device, homes.tier
     every = leaves_of(model, apart=resident)
@@ -213,45 +162,28 @@ def _offload(
         attached = Attached(model, survey, carrier, homes, shown)
     handle = LayerwiseOffload(model, plan, attached)
     try:
-        _settle(handle, attached, survey, asked, sample)
+        settle(handle, attached, survey, asked, sample)
     except BaseException:
         handle.detach()
         raise
     return handle
 
 
-def _settle(
-    handle: LayerwiseOffload, attached: Attached, survey: Survey, asked: _Asked, sample: Any
-) -> None:
-    """Measure what can be measured now that the weights are away, and follow the plan of that."""
-    device, tier = attached.carrier.device, attached.homes.tier
-    trim()
-    facts = _facts(survey, other=max(0, held(device) - survey.outside_bytes))
-    model = attached.model()
-    if sample is not None and asked.plan is None and model is not None:
-        least = _Asked(None, None, 1).plan_for(facts, str(device), tier)
-        handle.start(least)
-        facts = handle.measure(lambda engine: measured(engine, runner(model, sample), facts, tier))
-    handle.start(asked.plan_for(facts, str(device), tier))
-
-
 def _surveyed(
-    model: nn.Module, units: Any, resident: Sequence[nn.Module], asked: _Asked,
+    model: nn.Module, units: Sequence[str] | None, resident: Sequence[nn.Module], asked: Asked,
     device: torch.device, tier: str, other: int,
 ) -> tuple[Survey, OffloadPlan]:  # fmt: skip
     """Cut the model as coarsely as the budget allows."""
     if units is not None:
-        survey = survey_of(
-            model, named(model, [units] if isinstance(units, str) else units), resident
-        )
-        return survey, asked.plan_for(_facts(survey, other), str(device), tier)
+        survey = survey_of(model, named(model, units), resident)
+        return survey, asked.plan_for(facts_of(survey, other), str(device), tier)
     failure: OffloadError | None = None
     for level in range(len(LEVELS)):
         survey = survey_of(model, candidates(model, level), resident)
         if not survey.units:
             continue
         try:
-            return survey, asked.plan_for(_facts(survey, other), str(device), tier)
+            return survey, asked.plan_for(facts_of(survey, other), str(device), tier)
         except OffloadError as error:
             failure = error if asked.plan is None else failure or error
     raise failure or OffloadError(
@@ -259,16 +191,15 @@ def _surveyed(
     )
 
 
-def _facts(survey: Survey, other: int) -> Facts:
-    return Facts(
-        [(found.name, found.nbytes) for found in survey.units],
-        outside_bytes=survey.outside_bytes,
-        other_bytes=other,
-    )
-
-
 def _is_here(model: nn.Module, device: torch.device) -> bool:
     return all(p.device == device for p in (*model.parameters(), *model.buffers()))
+
+
+def _refuse_without_files() -> None:
+    raise OffloadError(
+        "got device='cpu' without files, expected disk= (a folder for the weights) or weights= "
+        "(the model's safetensors): what computes on the processor can only stream from a disk"
+    )
 
 
 class _Bar:

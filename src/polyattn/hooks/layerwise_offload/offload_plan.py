@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from polyattn.errors import OffloadError
+from polyattn.hooks.layerwise_offload.plan_check import check_plan
 from polyattn.hooks.layerwise_offload.sizes import said
 
 __all__ = ["SCHEMA", "Facts", "OffloadPlan", "PlannedUnit"]
@@ -29,7 +29,8 @@ class Facts:
     weights, and `activation_bytes` what a pass needs on top. `compute_s`: of each unit in a pass;
     empty: not measured. `outside_s`: of a pass outside the units. `rates`: bytes a second from
     the ``host`` and the ``disk``; a tier that is missing was not measured. `interference`: by how
-    many seconds a second of copying holds up the computation beside it.
+    many seconds a second of copying holds up the computation beside it. `staying`: units that stay
+    in any case.
 
     >>> from polyattn.hooks.layerwise_offload import Facts
     >>> Facts([("blocks.0", 400), ("blocks.1", 400)], rates={"host": 25e9}).outside_bytes
@@ -46,6 +47,7 @@ class Facts:
     order: Sequence[int] = ()
     latency_s: float = 0.0
     interference: float = 0.0
+    staying: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,27 @@ class OffloadPlan:
         """A pass over one in which everything were resident."""
         return self.pass_s / self.compute_s if self.pass_s and self.compute_s else None
 
+    def with_homes(self, tiers: Mapping[str, str]) -> OffloadPlan:
+        """Return the plan with units that stream from elsewhere now, by their names.
+
+        >>> from polyattn.hooks.layerwise_offload import Facts, make_plan
+        >>> facts = Facts([("a", 100), ("b", 100), ("c", 100)])
+        >>> plan = make_plan(facts, device="cpu", budget=250, tier="disk", depth=1)
+        >>> moved = plan.with_homes({"a": "host", "b": "disk"})
+        >>> moved.units[0].tier, moved.peak_bytes - plan.peak_bytes
+        ('host', 100)
+        """
+        units = tuple(
+            replace(unit, tier=tiers.get(unit.name, unit.tier)) if unit.tier != "resident" else unit
+            for unit in self.units
+        )
+        if units == self.units:
+            return self
+        pairs = zip(units, self.units, strict=True)
+        to_host = sum(new.nbytes for new, old in pairs if (new.tier, old.tier) == ("host", "disk"))
+        more = to_host if self.device.startswith("cpu") else 0
+        return replace(self, units=units, peak_bytes=self.peak_bytes + more)
+
     def to_json(self) -> str:
         """Return the plan as JSON."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
@@ -140,11 +163,12 @@ class OffloadPlan:
             if data["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {data['schema']!r}")
             del data["schema"]
-            data["units"] = tuple(_read_unit(unit) for unit in data["units"])
-            data["order"] = tuple(int(index) for index in data["order"])
+            if not isinstance(data["units"], list) or not isinstance(data["order"], list):
+                raise ValueError("its units and order are no lists")
+            data["units"] = tuple(PlannedUnit(**unit) for unit in data["units"])
+            data["order"] = tuple(data["order"])
             plan = cls(**data)
-            if not all(isinstance(n, int) and n >= 0 for n in (plan.depth, plan.peak_bytes)):
-                raise ValueError("a negative number")
+            check_plan(plan)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OffloadError(
                 f"got what is no plan of this version ({error}), expected one of {SCHEMA!r}: "
@@ -154,7 +178,13 @@ class OffloadPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a JSON file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        try:
+            Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OffloadError(
+                f"got {path} for the plan, which cannot be written ({error.strerror}), expected a "
+                "file in a folder that there is"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> OffloadPlan:
@@ -166,13 +196,6 @@ class OffloadPlan:
 
     def __str__(self) -> str:
         return _text_of(self)
-
-
-def _read_unit(unit: Any) -> PlannedUnit:
-    planned = PlannedUnit(**unit)
-    if planned.tier not in ("resident", "host", "disk") or planned.nbytes < 0:
-        raise ValueError(f"the unit {planned.name!r} is {planned.nbytes} bytes on {planned.tier!r}")
-    return planned
 
 
 def _text_of(plan: OffloadPlan) -> str:

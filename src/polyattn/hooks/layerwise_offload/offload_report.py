@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA", "OffloadReport", "UnitRow", "report_of"]
 
-SCHEMA = "polyattn.offload.report/1"
+SCHEMA = "polyattn.offload.report/2"
 
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit: how often it was used and brought, and the seconds of all its uses."""
+    """One unit: where it lives, how often it was used and brought, the seconds of all its uses."""
 
     index: int
     name: str
     nbytes: int
+    tier: str
     uses: int
     fetches: int
     misses: int
@@ -123,7 +124,7 @@ class OffloadReport:
             return "nothing streams"
         lines = [_verdict(self)]
         width = max(len(row.name) for row in self.units)
-        head = ("uses", "misses", "copy", "wait", "compute", "GB/s")
+        head = ("from", "uses", "misses", "copy", "wait", "compute", "GB/s")
         lines.append(f"  {'unit':<{width}}  {'size':>9}" + "".join(f"{h:>10}" for h in head))
         lines += [_line(row, width) for row in self.units]
         lines.append(
@@ -157,7 +158,7 @@ def _line(row: UnitRow, width: int) -> str:
     times = (row.copy_s / fetches, row.stall_s / uses, row.compute_s / uses)
     rate = "-" if row.rate is None else f"{row.rate / 1e9:.2f}"
     return (
-        f"  {row.name:<{width}}  {said(row.nbytes):>9}{row.uses:>10}{row.misses:>10}"
+        f"  {row.name:<{width}}  {said(row.nbytes):>9}{row.tier:>10}{row.uses:>10}{row.misses:>10}"
         + "".join(f"{1e3 * seconds:>7.2f} ms" for seconds in times)
         + f"{rate:>10}"
     )
@@ -173,8 +174,8 @@ def report_of(plan: OffloadPlan, engine: Engine | None) -> OffloadReport:
     meter.resolve()
     rows = tuple(
         UnitRow(
-            unit.index, unit.name, unit.nbytes, times.uses, times.fetches, times.misses,
-            times.copy_s, times.stall_s, times.compute_s,
+            unit.index, unit.name, unit.nbytes, unit.home.tier, times.uses, times.fetches,
+            times.misses, times.copy_s, times.stall_s, times.compute_s,
         )
         for unit in engine.units.values()
         for times in [meter.units[unit.index]]

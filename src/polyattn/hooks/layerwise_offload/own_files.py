@@ -2,7 +2,8 @@
 
 A folder may be shared by models and by processes: equal weights are one file, different weights
 never are. A file appears whole or not at all, with a manifest beside it that says what lies where.
-What this process made it takes away again at the end, unless it is to be kept.
+What a process made it takes away again at the end, unless anybody wants to keep it; what one left
+that was killed, the next one takes away.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shutil
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,8 +28,9 @@ from polyattn.hooks.layerwise_offload.sources import FileSource
 
 __all__ = ["SCHEMA", "OwnFiles"]
 
-SCHEMA = "polyattn.offload.file/1"
+SCHEMA = "polyattn.offload.file/2"
 _CHUNK = 16 << 20
+_TRIES = 3
 
 
 class OwnFiles:
@@ -60,14 +63,19 @@ class OwnFiles:
         """Store the bytes of a unit and return where they lie."""
         name = _digest(layout, segments)
         path = self.folder / f"{name}.weights"
-        if not _holds(path, name, layout.nbytes):
+        file = _opened(path, name, layout.nbytes)
+        for _ in range(_TRIES):  # whoever made it may take it away before it is opened
+            if file is not None:
+                break
             self._write(path, name, layout, segments)
-        file = MappedFile(path)
-        if file.nbytes != layout.nbytes:
+            file = _opened(path, name, layout.nbytes)
+        if file is None:
             raise OffloadError(
-                f"got {path} of {file.nbytes:,} bytes, expected {layout.nbytes:,}: somebody else "
-                "writes into this folder; name another in disk="
+                f"got {path} without the {layout.nbytes:,} bytes that were written to it, expected "
+                "them: somebody else writes into this folder; name another in disk="
             )
+        if self.keep:
+            _write_manifest(path, name, layout, kept=True)
         parts = [
             FilePart(file, offset, segment.nbytes)
             for offset, segment in zip(layout.offsets, layout.segments, strict=True)
@@ -89,10 +97,8 @@ class OwnFiles:
                 _each_chunk(layout, segments, file.write)
                 file.flush()
                 os.fsync(file.fileno())
+            _write_manifest(path, name, layout, kept=self.keep)
             draft.replace(path)
-            manifest = draft.with_suffix(".manifest")
-            manifest.write_text(json.dumps(_manifest(name, layout), indent=1), encoding="utf-8")
-            manifest.replace(path.with_suffix(".json"))
         except OSError as error:
             raise OffloadError(
                 f"got an error from the disk while writing {layout.nbytes:,} bytes to {path} "
@@ -102,8 +108,7 @@ class OwnFiles:
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-                draft.with_suffix(".manifest").unlink(missing_ok=True)
-        self._made |= {path, path.with_suffix(".json")}
+        self._made.add(path)
 
 
 def _each_chunk(
@@ -124,21 +129,43 @@ def _digest(layout: Layout, segments: Sequence[Tensor]) -> str:
     return whole.hexdigest()
 
 
-def _holds(path: Path, name: str, nbytes: int) -> bool:
-    """Whether a file that is there already holds what its name says: it is read to know."""
+def _opened(path: Path, name: str, nbytes: int) -> MappedFile | None:
+    """Open a file if it holds what its name says: it is read to know, as it was opened."""
+    if not path.exists():
+        return None
     try:
-        if path.stat().st_size != nbytes:
-            return False
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == name
-    except OSError:
-        return False
+        file = MappedFile(path)
+    except OffloadError:
+        return None  # it went just now
+    whole, buffer = hashlib.sha256(), memoryview(bytearray(min(_CHUNK, max(nbytes, 1))))
+    try:
+        if file.nbytes == nbytes:
+            for start in range(0, nbytes, _CHUNK):
+                part = buffer[: min(_CHUNK, nbytes - start)]
+                file.read(start, part)
+                whole.update(part)
+            file.check()
+            if whole.hexdigest() == name:
+                return file
+    except OffloadError:
+        pass  # somebody writes to it
+    file.close()
+    return None
 
 
-def _manifest(name: str, layout: Layout) -> dict[str, Any]:
+def _write_manifest(path: Path, name: str, layout: Layout, *, kept: bool) -> None:
+    manifest = path.with_suffix(f".{os.getpid()}-{id(layout):x}.manifest")
+    text = json.dumps(_manifest(name, layout, kept=kept), indent=1)
+    manifest.write_text(text, encoding="utf-8")
+    manifest.replace(path.with_suffix(".json"))
+
+
+def _manifest(name: str, layout: Layout, *, kept: bool) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "sha256": name,
+        "kept": kept,
+        "maker": {"machine": platform.node(), "process": os.getpid()},
         "nbytes": layout.nbytes,
         "tensors": [
             {
@@ -157,18 +184,45 @@ def _remove(paths: set[Path], maker: int) -> None:
     if os.getpid() != maker:  # a forked child: the files are its parent's
         return
     for path in paths:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+        if not _facts_of(path).get("kept", False):
+            _take_away(path)
     paths.clear()
 
 
+def _take_away(path: Path) -> None:
+    for each in (path, path.with_suffix(".json")):
+        with contextlib.suppress(OSError):
+            each.unlink(missing_ok=True)
+
+
+def _facts_of(path: Path) -> dict[str, Any]:
+    """Return what the manifest beside a file says; nothing if there is none that can be read."""
+    try:
+        facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) and facts.get("schema") == SCHEMA else {}
+
+
 def _remove_leavings(folder: Path) -> None:
-    """Take away drafts of processes that are gone."""
-    for draft in folder.glob("*.draft"):
-        process = draft.suffixes[-2].removeprefix(".").partition("-")[0]
-        if process.isdecimal() and not _lives(int(process)):
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
+    """Take away what processes of this machine left that are gone, and nobody wants to keep.
+
+    Who has such a file open goes on reading it.
+    """
+    for pattern in ("*.draft", "*.manifest"):
+        for draft in folder.glob(pattern):
+            process = draft.suffixes[-2].removeprefix(".").partition("-")[0]
+            if process.isdecimal() and not _lives(int(process)):
+                with contextlib.suppress(OSError):
+                    draft.unlink(missing_ok=True)
+    for manifest in folder.glob("*.json"):
+        facts = _facts_of(manifest)
+        maker = facts.get("maker")
+        if facts.get("kept", True) or not isinstance(maker, dict):
+            continue
+        process, here = maker.get("process"), maker.get("machine") == platform.node()
+        if here and isinstance(process, int) and process > 0 and not _lives(process):
+            _take_away(manifest.with_suffix(".weights"))
 
 
 def _lives(process: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -36,10 +36,12 @@ def candidates(model: nn.Module, level: int) -> list[Candidate]:
     of at least two modules with weights, wherever they are in the tree; experts, lists within a
     block whose members are only called when something is routed to them, are units of their own.
     """
-    found = list(_blocks(model, "", inside=level == 2))
+    found = _each_once(_blocks(model, "", inside=level == 2))
     if level == 0:
         return found
     taken = {id(part) for each in found for part in each.module.modules()}
+    wholes = [module for module in model.modules() if isinstance(module, _WHOLE)]
+    inner = {id(part) for whole in wholes for part in whole.modules() if part is not whole}
     names = {each.name for each in found}
     outside = [
         Candidate(name, module)
@@ -48,7 +50,8 @@ def candidates(model: nn.Module, level: int) -> list[Candidate]:
         and name not in names
         and name
         and _is_called(module)
-        and _has_own(module)
+        and id(module) not in inner
+        and (_has_weights(module) if isinstance(module, _WHOLE) else _has_own(module))
         and not any(id(part) in taken for part in module.modules())
     ]
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
@@ -70,7 +73,15 @@ def named(model: nn.Module, patterns: Sequence[str]) -> list[Candidate]:
                 f"expression for names such as {_examples(model)}"
             )
         found += matched
-    return list({id(each.module): each for each in found}.values())
+    return _each_once(found)
+
+
+def _each_once(found: Iterable[Candidate]) -> list[Candidate]:
+    """Return modules by their first names: one that is in two places is one."""
+    first: dict[int, Candidate] = {}
+    for each in found:
+        first.setdefault(id(each.module), each)
+    return list(first.values())
 
 
 def _examples(model: nn.Module) -> str:
@@ -82,7 +93,7 @@ def _blocks(module: nn.Module, path: str, *, inside: bool) -> Iterator[Candidate
     """Yield the blocks below a module; with `inside`, the parts of which blocks are made."""
     members = [(n, m) for n, m in children_of(module).items() if m is not None]
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    weighty = [each for each in members if _has_weights(each[1])]
+    weighty = {id(member) for _, member in members if _has_weights(member)}
     for name, member in members:
         where = f"{path}.{name}" if path else name
         if is_list and len(weighty) >= _FEWEST and _has_weights(member) and _is_called(member):

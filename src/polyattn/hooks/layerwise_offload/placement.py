@@ -25,7 +25,9 @@ class Placement:
     def __init__(self, module: nn.Module, unit: Unit) -> None:
         self._module = weakref.ref(module)
         self._unit = unit
-        module.__dict__[applying_method] = self
+        rest = dict(module.__dict__)
+        module.__dict__.clear()  # first: who copies the module comes here before the weights
+        module.__dict__.update({applying_method: self, **rest})
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         module = self._module()
@@ -48,9 +50,11 @@ class Placement:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copied module its own way."""
+        self._unit.home.check()  # it copies the weights too
         return _own_way(memo.get(id(self._module())))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._unit.home.check()
         return _own_way, (self._module(),)
 
 

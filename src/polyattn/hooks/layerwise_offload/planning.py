@@ -55,11 +55,13 @@ def make_plan(
 
 def _fewest_streamed(facts: Facts, free: int, depth: int) -> frozenset[int] | None:
     """Return the units to stream: as few as fit, spread evenly, the first one last to go."""
-    count = len(facts.units)
-    sizes = [nbytes for _, nbytes in facts.units]
+    staying = set(facts.staying)
+    movable = [index for index, (name, _) in enumerate(facts.units) if name not in staying]
+    sizes, count = [nbytes for _, nbytes in facts.units], len(movable)
     total = sum(sizes)
     for streamed in range(1, count + 1):
-        chosen = frozenset(-(-(place + 1) * count // streamed) - 1 for place in range(streamed))
+        places = (-(-(place + 1) * count // streamed) - 1 for place in range(streamed))
+        chosen = frozenset(movable[place] for place in places)
         moved = [sizes[index] for index in chosen]
         slots = min(depth + 1, streamed) * max(moved)
         if total - sum(moved) + slots <= free and (streamed > depth or streamed == count):

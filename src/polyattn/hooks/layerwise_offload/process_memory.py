@@ -28,16 +28,17 @@ def peak(device: torch.device) -> int:
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
-def begin_peak(device: torch.device) -> None:
-    """Let the peak begin at what is held now."""
+def begin_peak(device: torch.device) -> bool:
+    """Let the peak begin at what is held now; False where it is that of the whole run."""
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
     elif sys.platform == "linux":
         try:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
-        except OSError:  # a container may forbid it: then the peak is that of the whole run
-            return
+        except OSError:  # a container may forbid it
+            return False
+    return device.type != "cpu" or sys.platform == "linux"
 
 
 def trim() -> None:

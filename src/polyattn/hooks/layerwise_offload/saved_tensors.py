@@ -19,6 +19,7 @@ from polyattn.hooks.layerwise_offload.engine import Engine
 from polyattn.hooks.layerwise_offload.segments import Place
 from polyattn.hooks.layerwise_offload.unit import Unit
 from polyattn.torch.internals import (
+    are_transforms_active,
     current_graph_task,
     is_grad_enabled,
     queue_callback,
@@ -44,7 +45,7 @@ def saving_references(engine: Engine, unit: Unit) -> AbstractContextManager[Any]
     Where somebody else decides what is saved, as activation checkpointing does, they go on doing
     so: what they keep of a weight keeps its slot.
     """
-    if not is_grad_enabled() or saved_tensor_hooks(False) is not None:
+    if not is_grad_enabled() or saved_tensor_hooks(False) is not None or are_transforms_active():
         return None
 
     def pack(tensor: Tensor) -> Any:

@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.exact_memory import Block, Lock
 from polyattn.hooks.layerwise_offload.mapped import FilePart, MappedFile, Mapping, can_see_changes
-from polyattn.hooks.layerwise_offload.segments import Layout
+from polyattn.hooks.layerwise_offload.segments import ALIGNMENT, Layout
 
 __all__ = ["FileSource", "HostSource", "Source"]
 
@@ -21,6 +22,7 @@ class Source(Protocol):
     tier: str
     sees_writes: bool
     """Whether `is_changed` notices every write, also one that goes past torch's count."""
+    is_closed: bool
 
     def segments(self) -> list[Tensor]:
         """Return the bytes of each segment as memory: what the weights are while they are away."""
@@ -28,6 +30,10 @@ class Source(Protocol):
 
     def is_changed(self) -> bool:
         """Whether somebody wrote into the segments."""
+        ...
+
+    def check(self) -> None:
+        """Raise if the segments do not hold the weights any more, for their file was written to."""
         ...
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
@@ -50,6 +56,7 @@ class HostSource:
     sees_writes = False
 
     def __init__(self, layout: Layout, *, lock: bool = False) -> None:
+        self.is_closed = False
         self._layout = layout
         self._block = Block(layout.nbytes)
         self._lock = Lock(self._block.whole) if lock and layout.nbytes else None
@@ -64,6 +71,9 @@ class HostSource:
     def is_changed(self) -> bool:
         return False
 
+    def check(self) -> None:
+        """Memory is nobody else's."""
+
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
         return []
 
@@ -71,6 +81,7 @@ class HostSource:
         return [(self._block.whole, slot[: self._layout.nbytes])]
 
     def close(self) -> None:
+        self.is_closed = True
         if self._lock is not None:
             self._lock.release()
 
@@ -84,6 +95,7 @@ class FileSource:
         self, layout: Layout, parts: Sequence[FilePart], *, own: MappedFile | None = None
     ) -> None:
         """`parts`: where each segment of the layout lies. `own`: a file that is closed with it."""
+        self.is_closed = False
         self._own = own
         self._layout = layout
         self._parts = list(parts)
@@ -93,6 +105,7 @@ class FileSource:
             for m, part in zip(self._mappings, self._parts, strict=True)
         ]
         self.sees_writes = can_see_changes()
+        self._runs = _runs(self._parts, layout.offsets)
 
     @property
     def parts(self) -> list[FilePart]:
@@ -104,6 +117,15 @@ class FileSource:
 
     def is_changed(self) -> bool:
         return any(m.is_changed() for m in self._mappings if m is not None)
+
+    def check(self) -> None:
+        for mapping, part in zip(self._mappings, self._parts, strict=True):
+            if mapping is not None:
+                try:
+                    part.file.check()
+                except OffloadError:
+                    if not mapping.is_apart():
+                        raise
 
     def forget(self) -> None:
         """Let the system take back pages that somebody read."""
@@ -117,8 +139,7 @@ class FileSource:
         memory = slot.numpy().data
         return [
             (part, memory[offset : offset + part.nbytes])
-            for part, offset in zip(self._parts, self._layout.offsets, strict=True)
-            if part.nbytes
+            for part, offset in zip(*self._runs, strict=True)
         ]
 
     def copies(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -129,8 +150,27 @@ class FileSource:
 
     def close(self) -> None:
         """Close a file of its own; others hold other units too. Mappings need none."""
+        self.is_closed = True
         if self._own is not None:
             self._own.close()
+
+
+def _runs(parts: Sequence[FilePart], offsets: Sequence[int]) -> tuple[list[FilePart], list[int]]:
+    """Join parts that lie in one file as they lie in a slot, gaps included: one read."""
+    runs: list[FilePart] = []
+    starts: list[int] = []
+    for part, offset in zip(parts, offsets, strict=True):
+        if not part.nbytes:
+            continue
+        if runs and runs[-1].file is part.file:
+            gap = part.start - runs[-1].start - runs[-1].nbytes
+            if 0 <= gap < ALIGNMENT and part.start - runs[-1].start == offset - starts[-1]:
+                whole = part.start + part.nbytes - runs[-1].start
+                runs[-1] = FilePart(part.file, runs[-1].start, whole)
+                continue
+        runs.append(part)
+        starts.append(offset)
+    return runs, starts
 
 
 def _mapping(part: FilePart) -> Mapping | None:

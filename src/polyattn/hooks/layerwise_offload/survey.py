@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from polyattn.errors import OffloadError
@@ -15,7 +16,16 @@ from polyattn.hooks.layerwise_offload.segments import Layout, Segment, segments_
 __all__ = ["Found", "Survey", "survey_of", "to_stream"]
 
 _SMALL_BUFFER = 1 << 20
-"""Buffers below it stay on the device: they are state as often as they are weights."""
+_PACKED = frozenset(
+    getattr(torch, name)
+    for name in (
+        "int8", "uint8", "int16", "uint16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2",
+        "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+    )
+    if hasattr(torch, name)
+)  # fmt: skip
+"""What quantised weights are packed in, which some keep in buffers. Other buffers are state: a
+cache that a module writes to in its own call, past torch's count too, or a table."""
 
 
 @dataclass
@@ -46,9 +56,9 @@ class Survey:
 
 
 def to_stream(leaf: Leaf, *, some_frozen: bool) -> bool:
-    """Whether a tensor in a unit streams: weights do, what is trained and small buffers stay."""
+    """Whether a tensor in a unit streams: weights do; what is trained, and other buffers, stay."""
     if leaf.is_buffer:
-        return leaf.nbytes >= _SMALL_BUFFER
+        return leaf.nbytes >= _SMALL_BUFFER and leaf.tensor.dtype in _PACKED
     return not (some_frozen and leaf.trained)
 
 

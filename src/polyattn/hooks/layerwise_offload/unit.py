@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from polyattn.hooks.layerwise_offload.leaves import Leaf, put_data
 from polyattn.hooks.layerwise_offload.segments import Layout
 from polyattn.hooks.layerwise_offload.sources import Source
-from polyattn.torch.internals import own_buffers, own_parameters
+from polyattn.torch.internals import is_wrapped_by_transform, own_buffers, own_parameters
 
 __all__ = ["Unit"]
 
@@ -69,10 +69,19 @@ class Unit:
         self.shown = None
         self.note_versions()
 
+    def hide_but_replaced(self) -> None:
+        """Let the tensors be what lies at home, but those that were given other memory."""
+        if self.shown is None:
+            return
+        start = self.shown.data_ptr()
+        for (leaf, place, index), at_home in zip(self._leaves, self._at_home, strict=True):
+            if leaf.address == start + self.layout.offsets[index] + place.offset:
+                put_data(leaf.tensor, at_home)
+        self.shown = None
+
     def stay(self, memory: Tensor) -> None:
-        """Be the bytes of `memory` for good; what was at home is given up."""
+        """Be the bytes of `memory` for good; what was at home is not needed any more."""
         self.show(memory)
-        self.home.close()
         self._at_home = []
 
     def note_versions(self) -> None:
@@ -97,9 +106,19 @@ class Unit:
                             found += [id(getattr(tensor, name)) for name in names]
         return found
 
+    def _are_lent(self) -> bool:
+        """Whether modules have tensors of a transform of torch.func, until their call is over."""
+        return any(
+            tensor is not None and is_wrapped_by_transform(tensor)
+            for module in self.modules
+            for part in module.modules()
+            for table in (own_parameters(part), own_buffers(part))
+            for tensor in table.values()
+        )
+
     def was_replaced(self) -> bool:
         """Whether somebody gave a tensor other memory (``.data = ...``), or it is another now."""
-        if self._parts != self._parts_now():
+        if self._parts != self._parts_now() and not self._are_lent():
             return True
         if self.shown is None:
             return self._addresses != [leaf.address for leaf, _, _ in self._leaves]

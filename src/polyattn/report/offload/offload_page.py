@@ -119,14 +119,14 @@ def _bar(event: Event, left: float, width: float, names: dict[int, str]) -> str:
 
 
 def _units(report: OffloadReport) -> str:
-    heads = ("unit", "size", "uses", "not foreseen", "copy", "wait", "compute", "GB/s")
+    heads = ("unit", "size", "from", "uses", "not foreseen", "copy", "wait", "compute", "GB/s")
     rows = []
     for row in report.units:
         fetches, uses = max(row.fetches, 1), max(row.uses, 1)
         times = (row.copy_s / fetches, row.stall_s / uses, row.compute_s / uses)
         rate = "-" if row.rate is None else f"{row.rate / 1e9:.2f}"
         rows.append(_row("td", [
-            row.name, said(row.nbytes), str(row.uses), str(row.misses),
+            row.name, said(row.nbytes), row.tier, str(row.uses), str(row.misses),
             *(f"{seconds * 1e3:.2f} ms" for seconds in times), rate,
         ]))  # fmt: skip
     return f"<table>{_row('th', heads)}{''.join(rows)}</table>"

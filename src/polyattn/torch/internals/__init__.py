@@ -53,6 +53,7 @@ from polyattn.torch.internals.differentiation import (
     legacy_batch_apart,
     legacy_batch_together,
     may_carry_tangents,
+    outside_transforms,
 )
 from polyattn.torch.internals.memory import (
     address_of,
@@ -191,6 +192,7 @@ __all__ = [
     "may_be_traced_before_autograd",
     "may_carry_tangents",
     "order_effects",
+    "outside_transforms",
     "own_buffers",
     "own_parameters",
     "queue_callback",

@@ -21,8 +21,20 @@ __all__ = [
     "is_legacy_batched",
     "legacy_batch_apart",
     "legacy_batch_together",
+    "outside_transforms",
     "may_carry_tangents",
 ]
+
+_without_transforms = deferred(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "polyattn.hooks.offload refuses calls inside transforms of torch.func",
+)
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a scope in which operators are no part of the transforms of torch.func that run."""
+    return _without_transforms()() if are_transforms_active() else nullcontext()
+
 
 any_requires_grad: Callable[..., bool] = private(
     "torch._C._any_requires_grad",

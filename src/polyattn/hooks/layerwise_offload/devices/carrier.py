@@ -15,24 +15,18 @@ __all__ = ["Carrier", "Fetch"]
 
 
 class Fetch:
-    """One filling of a slot: how much, when it was asked for, and when it was done.
+    """One filling of a slot: how much, and whether anybody waited for it.
 
     >>> from polyattn.hooks.layerwise_offload.devices import Fetch
-    >>> Fetch(4096).is_done
+    >>> Fetch(4096).awaited
     False
     """
 
     def __init__(self, nbytes: int, handle: Any = None) -> None:
         self.nbytes = nbytes
         self.handle = handle  # what the carrier waits for
-        self.began = 0.0
-        self.seconds: float | None = None  # of the copy itself, once it is known
+        self.awaited = False
         self.counted = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it was waited for, or is known to be over."""
-        return self.seconds is not None
 
 
 class Carrier(ABC):
@@ -63,16 +57,38 @@ class Carrier(ABC):
         """Begin to fill a slot from `source` once all is done that `users`, streams, do by now."""
 
     @abstractmethod
-    def await_filled(self, fetch: Fetch) -> float:
-        """Hold the caller's computation back until it is filled; the seconds that it stood."""
+    def await_filled(self, fetch: Fetch) -> None:
+        """Hold the caller's computation back until it is filled."""
+
+    @abstractmethod
+    def finish(self, fetch: Fetch) -> None:
+        """Have the host wait until a filling is over: what it was copied from may change then."""
+
+    @abstractmethod
+    def copied(self, fetch: Fetch) -> tuple[float, float]:
+        """Return when the copies of a filling that was waited for began, and the seconds of them.
+
+        On the clock of `when`; waits for them if need be.
+        """
 
     @abstractmethod
     def abandon(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more, and its slot is to be filled with something else."""
+        """Nobody waits for it: no byte of it comes after what fills its slot next."""
+
+    @abstractmethod
+    def retire(self, slot: Tensor, fetch: Fetch | None, users: Iterable[Any]) -> None:
+        """Give up a slot; its memory stays until its filling and all that `users` do is over."""
+
+    @abstractmethod
+    def wait_for(self, users: Iterable[Any]) -> None:
+        """Wait until all is done that `users`, streams, do by now."""
 
     @abstractmethod
     def write_back(self, slot: Tensor, segments: Iterable[tuple[Tensor, int]]) -> None:
-        """Copy parts of a slot, each from a byte on, into memory on the host, and wait."""
+        """Copy parts of a slot, each from a byte on, into memory on the host, and wait.
+
+        Whoever changed the slot was waited for.
+        """
 
     @abstractmethod
     def stamp(self) -> Any:
@@ -83,8 +99,12 @@ class Carrier(ABC):
         """Return the time between two stamps; waits for it if need be."""
 
     @abstractmethod
+    def when(self, stamp: Any) -> float:
+        """Return the seconds of a stamp on the carrier's clock; waits for it if need be."""
+
+    @abstractmethod
     def drain(self) -> None:
-        """Wait for all that was begun, so that slots may go."""
+        """Wait for all that was begun, so that slots, and what fills them, may go."""
 
     @abstractmethod
     def close(self) -> None:

@@ -83,6 +83,7 @@ def _read(times: list[float], part: FilePart, start: int, memory: memoryview) ->
     times.append(time.perf_counter())
     part.file.check()
     part.file.read(part.start + start, memory)
+    part.file.check()  # what was written meanwhile may be in it
     times.append(time.perf_counter())
 
 
@@ -110,16 +111,28 @@ class HostCarrier(Carrier):
     def fetch(self, source: Source, slot: Tensor, nbytes: int, users: Iterable[Any]) -> Fetch:
         return Fetch(nbytes, self._reader.read(source.reads(slot), source.copies(slot)))
 
-    def await_filled(self, fetch: Fetch) -> float:
-        if fetch.is_done:
-            return 0.0
-        began = time.perf_counter()
-        fetch.began, fetch.seconds = fetch.handle.result()
-        return time.perf_counter() - began
+    def await_filled(self, fetch: Fetch) -> None:
+        if not fetch.awaited:
+            fetch.handle.result()
+            fetch.awaited = True
+
+    def finish(self, fetch: Fetch) -> None:
+        """Who waited for it on the processor, waited for its end."""
+
+    def copied(self, fetch: Fetch) -> tuple[float, float]:
+        found: tuple[float, float] = fetch.handle.result()
+        return found
 
     def abandon(self, fetch: Fetch) -> None:
-        if not fetch.is_done:
+        if not fetch.awaited:
             fetch.handle.give_up()
+
+    def retire(self, slot: Tensor, fetch: Fetch | None, users: Iterable[Any]) -> None:
+        if fetch is not None:
+            self.abandon(fetch)
+
+    def wait_for(self, users: Iterable[Any]) -> None:
+        """Computations on the processor are done when they return."""
 
     def write_back(self, slot: Tensor, segments: Iterable[tuple[Tensor, int]]) -> None:
         for memory, offset in segments:
@@ -130,6 +143,9 @@ class HostCarrier(Carrier):
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
+
+    def when(self, stamp: float) -> float:
+        return stamp
 
     def drain(self) -> None:
         """What was abandoned was waited for."""
