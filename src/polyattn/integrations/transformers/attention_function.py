@@ -139,8 +139,12 @@ def _told(attention_mask: Any, query: Tensor, key: Tensor) -> tuple[Any, Tensor 
 
 
 def _is_causal(module: Any, asked: bool | None) -> bool:
-    """Return what holds where no mask was made, as transformers' sdpa has it."""
-    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+    """Return what holds where no mask was made: what the call or its module says, else no.
+
+    transformers' sdpa takes silence for yes, since it gets no mask for what is plainly causal; the
+    mask function here always makes one.
+    """
+    return bool(getattr(module, "is_causal", False) if asked is None else asked)
 
 
 def _same_batch(*arrays: Tensor) -> list[Tensor]:

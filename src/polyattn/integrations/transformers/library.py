@@ -5,9 +5,13 @@ Nothing here is imported before :func:`require` is called, and nothing of transf
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
+import re
+import sys
 from collections.abc import Callable, MutableMapping
 from types import CodeType
 from typing import Any, NamedTuple
@@ -108,5 +112,28 @@ def implementation_of(config: Any) -> str | None:
 
 
 def supports_interface(model: Any) -> bool:
-    """Say whether a model (or its class) hands its attention to the interface at all."""
-    return bool(getattr(model, "_supports_attention_backend", False))
+    """Say whether a model's code hands its attention to the interface: all of it, or none.
+
+    The library's own flag is False for many that do; what it asks of a class before it changes an
+    implementation is told by the class's source. A table of classes by implementation has no row
+    for ours.
+    """
+    kind = model if isinstance(model, type) else type(model)
+    if _has_own_table(kind.__module__):
+        return False
+    if getattr(kind, "_supports_attention_backend", False):
+        return True
+    told = getattr(kind, "_can_set_attn_implementation", None)
+    return bool(told is not None and told())
+
+
+_TABLE = re.compile(r"_ATTENTION_CLASSES\[\s*config\._attn_implementation\s*\]")
+
+
+@functools.cache
+def _has_own_table(module: str) -> bool:
+    found = sys.modules.get(module)
+    try:
+        return found is not None and bool(_TABLE.search(inspect.getsource(found)))
+    except (OSError, TypeError):
+        return False

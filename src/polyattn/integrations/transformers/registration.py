@@ -128,9 +128,9 @@ def _checking(before: Any) -> Any:
         if requested_attention in (NAME, PAGED_NAME) and not supports_interface(self):
             raise Unsupported(
                 f"got attn_implementation={requested_attention!r} for {type(self).__name__}, which "
-                "computes its attention itself; expected a model whose "
-                "_supports_attention_backend is True. Of a model with several parts, name the "
-                'implementation of each: attn_implementation={"text_config": "polyattn", ...}.'
+                "computes attention of its own, or picks its classes by the name; expected a model "
+                "that hands it to transformers' AttentionInterface. Of a model with several parts, "
+                'name the implementation of each: attn_implementation={"text_config": "polyattn"}.'
             )
         return before(self, requested_attention, *rest, **named)
 
