@@ -15,6 +15,7 @@ from polyattn.integrations.transformers.packed_sequences import (
     PACKED,
     attend_paged,
     attend_sequences,
+    refuse_beyond_order,
     sequences_of,
 )
 from polyattn.integrations.transformers.sparse_keys import listed_blocks, listed_keys
@@ -66,8 +67,9 @@ def polyattn_attention(
     if cache is not None and not isinstance(cache, library().paged_cache):
         raise Unsupported(f"got cache={type(cache).__name__}, expected a PagedAttentionCache.")
     extras = (position_bias, sinks, indices, block_indices)
-    if cache is not None and attention_mask is None:
+    if cache is not None and not isinstance(attention_mask, Tensor):
         _refuse_extras(extras)
+        refuse_beyond_order(attention_mask)
         return attend_paged(module, query, key, value, cache, options, kwargs), None
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, kwargs=kwargs)

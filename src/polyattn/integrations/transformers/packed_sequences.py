@@ -15,7 +15,8 @@ from polyattn.integrations.transformers.padding import is_readable
 from polyattn.masks import Causal, Chunked, Full, Mask, Packed, Window
 from polyattn.torch.api import attention
 
-__all__ = ["PACKED", "Sequences", "attend_paged", "attend_sequences", "sequences_of"]
+__all__ = ["PACKED", "Sequences", "attend_paged", "attend_sequences", "refuse_beyond_order",
+           "sequences_of"]  # fmt: skip
 
 PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "block_table",
                     "logits_indices", "logits_processor_args"})  # fmt: skip
@@ -121,6 +122,19 @@ def attend_paged(
     mask: Mask = Causal() if window in (None, 1) else Causal() & Window(left=window - 1)
     found = Sequences(given["cu_seq_lens_q"], cu_k, mask)
     return attend_sequences(found, True, query, key, value, options)
+
+
+def refuse_beyond_order(attention_mask: Any) -> None:
+    """Raise where a mask says more than which sequence a token is of, and what is before it.
+
+    That much the pages tell; a model makes such a mask of the positions of the new tokens alone.
+    """
+    kinds = set() if attention_mask is None else attention_mask.mask.kinds
+    if more := kinds - {"And", "Causal", "Full", "Segments", "Window"}:
+        raise Unsupported(
+            f"got a mask of {', '.join(sorted(more))} beside pages of continuous batching, "
+            "expected causal attention, in a window or not."
+        )
 
 
 @functools.cache
