@@ -11,6 +11,7 @@ from typing import Any
 from polyattn.bench.generate import bench_generate as generate
 from polyattn.bench.harm import bench_harm as harm
 from polyattn.bench.jax import bench_jax
+from polyattn.bench.models import bench_models
 from polyattn.bench.offload import bench_offload
 from polyattn.bench.programs import bench_programs
 from polyattn.bench.trace import bench_trace as trace
@@ -29,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         commands = {
             "compare": _compare, "cpu": _cpu, "generate": generate.run, "growth": _growth,
-            "harm": harm.run, "jax": bench_jax.run, "offload": bench_offload.run,
-            "overhead": _overhead, "programs": bench_programs.run, "trace": trace.run,
+            "harm": harm.run, "jax": bench_jax.run, "models": bench_models.run,
+            "offload": bench_offload.run, "overhead": _overhead, "programs": bench_programs.run,
+            "trace": trace.run,
         }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
@@ -69,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     harm.add(kinds)
     generate.add(kinds)
     bench_jax.add(kinds)
+    bench_models.add(kinds)
     bench_offload.add(kinds)
     bench_programs.add(kinds)
     trace.add(kinds)
