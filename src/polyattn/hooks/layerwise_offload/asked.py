@@ -81,7 +81,9 @@ def asked_for(plan: Any, budget: Any, depth: Any) -> Asked:
         raise OffloadError(
             f"got plan={plan!r}, expected an OffloadPlan (handle.plan, make_plan) or its file"
         )
-    return Asked(plan if isinstance(plan, OffloadPlan) else OffloadPlan.load(plan), None, None)
+    return Asked(
+        plan if isinstance(plan, OffloadPlan) else OffloadPlan.load(Path(plan)), None, None
+    )
 
 
 def checked_paths(disk: Any, weights: Any) -> None:

@@ -324,6 +324,7 @@ class Engine:
         self._write_back(unit)
 
     def _write_back(self, unit: Unit) -> None:
+        assert unit.shown is not None
         memory = zip(unit.home.segments(), unit.layout.offsets, strict=True)
         self.carrier.write_back(unit.shown, memory)
 

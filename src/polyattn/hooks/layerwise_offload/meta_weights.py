@@ -33,7 +33,7 @@ def without_weights() -> Iterator[None]:
             return None
         return nn.Parameter(given.detach().to("meta"), requires_grad=given.requires_grad)
 
-    handle = register_module_parameter_registration_hook(put)
+    handle = register_module_parameter_registration_hook(put)  # type: ignore[arg-type]  # may replace
     try:
         yield
     finally:

@@ -220,8 +220,8 @@ def _remove_leavings(folder: Path) -> None:
         maker = facts.get("maker")
         if facts.get("kept", True) or not isinstance(maker, dict):
             continue
-        process, here = maker.get("process"), maker.get("machine") == platform.node()
-        if here and isinstance(process, int) and process > 0 and not _lives(process):
+        number, here = maker.get("process"), maker.get("machine") == platform.node()
+        if here and isinstance(number, int) and number > 0 and not _lives(number):
             _take_away(manifest.with_suffix(".weights"))
 
 

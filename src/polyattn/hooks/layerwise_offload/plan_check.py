@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from polyattn.hooks.layerwise_offload.offload_plan import OffloadPlan, PlannedUnit
+from typing import Any
 
 __all__ = ["check_plan"]
 
@@ -14,8 +11,8 @@ _TIERS = ("resident", "host", "disk")
 _BYTES = ("outside_bytes", "other_bytes", "activation_bytes", "peak_bytes")
 
 
-def check_plan(plan: OffloadPlan) -> None:
-    """Raise ValueError for the first field that is wrong."""
+def check_plan(plan: Any) -> None:
+    """Raise ValueError for the first field of an OffloadPlan that is wrong."""
     _require("device", plan.device, isinstance(plan.device, str) and bool(plan.device))
     _require("depth", plan.depth, _is_count(plan.depth) and plan.depth >= 1)
     for name in _BYTES:
@@ -38,7 +35,7 @@ def check_plan(plan: OffloadPlan) -> None:
     _require("order", plan.order, places)
 
 
-def _check_unit(unit: PlannedUnit) -> None:
+def _check_unit(unit: Any) -> None:
     _require("a unit's name", unit.name, isinstance(unit.name, str) and bool(unit.name))
     _require(f"tier of {unit.name}", unit.tier, unit.tier in _TIERS)
     _require(f"nbytes of {unit.name}", unit.nbytes, _is_count(unit.nbytes))
