@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.bench.programs.program import Program, of_transformers
+from polyattn.bench.programs.switched_program import Program, of_transformers
 
 __all__ = ["LANGUAGE", "Sizes"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functions
 from torch import Tensor, nn
 
-from polyattn.bench.programs.program import Program, of_torch
+from polyattn.bench.programs.switched_program import Program, of_torch
 
 __all__ = ["TRAINING", "Text"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.bench.programs.program import Program, of_diffusers, of_transformers
+from polyattn.bench.programs.switched_program import Program, of_diffusers, of_transformers
 
 __all__ = ["VISION", "Picture"]
 
