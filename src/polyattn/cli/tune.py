@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from polyattn.integrations.program.asked import Record
     from polyattn.measure.results import CaseResult, TuningResult
 
-__all__ = ["main", "print_result"]
+__all__ = ["main", "print_result", "progress_bar"]
 
 SUMMARY = """Run a program, record its attention problems, time every capable backend on each
 (checked against the float64 reference first), and store the times in the tuning table, from

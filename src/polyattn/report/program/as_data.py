@@ -12,7 +12,12 @@ __all__ = ["to_dict"]
 
 
 def to_dict(record: Record) -> dict[str, Any]:
-    """Return JSON-able data of a record."""
+    """Return JSON-able data of a record.
+
+    >>> from polyattn.integrations.program.asked import Passed
+    >>> to_dict(Record([], [Passed("inputs of 2 dims", "(2, 3)", 4)]))["calls"]
+    4
+    """
     return {
         "program": list(record.program),
         "machine": record.machine,
