@@ -4,11 +4,11 @@
 time may all change what a call runs on, so each is part of the key: code that was traced under
 another is traced again, never run. ``jax.make_user_context`` is JAX's means for that.
 
-A scope lives in a ``ContextVar``, JAX's key in the thread. They differ where a coroutine has a scope
-and awaits: other tasks run in its thread then, and threads that it starts have its context. While
-there is such a scope, the key is one under which nothing was ever traced, a new one after each
-trace: so others trace again, and calls within the scope are refused (:func:`check`). It is a
-function's, not a coroutine's, that JAX can follow.
+A scope lives in a ``ContextVar``, JAX's key in the thread. They differ where a coroutine has a
+scope and awaits: other tasks run in its thread then, and threads that it starts have its context.
+While there is such a scope, the key is one under which nothing was ever traced, a new one after
+each trace: so others trace again, and traced calls within the scope are refused (:func:`check`).
+The scopes of functions, which nothing interrupts, JAX can follow.
 """
 
 from __future__ import annotations
