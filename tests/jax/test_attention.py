@@ -296,25 +296,72 @@ def test_threads_have_scopes_of_their_own() -> None:
     assert found == [Source.HEURISTIC]
 
 
-def test_a_scope_of_another_asyncio_task_is_refused() -> None:
+def test_a_coroutines_scope_is_refused_in_traced_code_and_other_tasks_run_their_own() -> None:
+    traced = []
+
+    @jax.jit
+    def run(q: Any) -> Any:
+        traced.append(explain(q, KEY, V).backend)
+        return attention(q, KEY, V)
+
+    def plainly(q: Any) -> Any:
+        with use_backend("jax_reference"):
+            return run(q)
+
     async def holds(inside: asyncio.Event, done: asyncio.Event) -> None:
         with use_backend("jax_reference"):
             inside.set()
             await done.wait()
+            attention(Q, KEY, V)  # which nobody keeps
+            for call in (run, lambda q: jax.jit(lambda q: attention(q, KEY, V) + 1)(q)):
+                with pytest.raises(InvalidProblem, match="a function that is no coroutine"):
+                    call(Q)
+                with pytest.raises(InvalidProblem, match="a function that is no coroutine"):
+                    await asyncio.to_thread(call, Q)
+            traced.clear()
+            plainly(Q)
 
     async def main() -> None:
         inside, done = asyncio.Event(), asyncio.Event()
         holder = asyncio.create_task(holds(inside, done))
         await inside.wait()
-        try:
-            with pytest.raises(InvalidProblem, match="asyncio"):
-                jax.jit(lambda q: attention(q, KEY, V) + 1)(Q)
-        finally:
-            done.set()
-            await holder
+        traced.clear()
+        run(Q)
+        run(Q)
+        plainly(Q)
+        await asyncio.to_thread(run, Q)
+        assert traced == [usual, usual, "jax_reference", usual]
+        done.set()
+        await holder
+        assert traced == []  # by then a function's trace of it was kept
+
+    usual = explain(Q, KEY, V).backend
+    run(Q)
+    asyncio.run(main())
+    traced.clear()
+    run(Q)
+    plainly(Q)
+    assert traced == []
+
+
+def test_a_recorder_of_a_coroutine_does_not_hear_other_tasks() -> None:
+    run = jax.jit(lambda q: attention(q, KEY, V))
+
+    async def records(inside: asyncio.Event, done: asyncio.Event) -> None:
+        with record_selections() as ran:
+            inside.set()
+            await done.wait()
+        assert ran == []
+
+    async def main() -> None:
+        inside, done = asyncio.Event(), asyncio.Event()
+        recording = asyncio.create_task(records(inside, done))
+        await inside.wait()
+        run(Q)
+        done.set()
+        await recording
 
     asyncio.run(main())
-    attention(Q, KEY, V)
 
 
 # Refusals ---------------------------------------------------------------------------------------

@@ -221,3 +221,38 @@ def test_interleaved_times_tell_fast_from_slow():
     times = time_interleaved({"a": lambda: a @ a, "b": lambda: b @ b}, lambda: None, rounds=5)
     assert times["a"].median < times["b"].median
     assert len(times["a"].seconds) == 5
+
+
+@pytest.mark.slow
+def test_problems_of_jax_are_tuned_with_backends_of_jax():
+    pytest.importorskip("jax")
+    from polyattn.jax import explain as explain_in_jax
+
+    mask = MaskFacts.parse("Causal() & Padding(q=None, kv=2)", "bottom_right")
+    bias = "DenseBias(4x16x16, float32)"
+    plain = P.with_(framework="jax", layout="BTNH", kv_heads=2)
+    problems = [
+        plain.with_(lse=True, mask=mask, softcap=2.0, dtype="bfloat16"),
+        plain.with_(bias=bias, bias_grad=True, grad=True, sinks=1, layout="BNTH"),
+    ]
+    patient = Bounds(prepare_s=600.0, prepare_total_s=1e6, call_s=600.0, again=0, rounds=1)
+    cases = [Case(p, None, (p.grad,) * 3, None, calls=1) for p in problems]
+    result = tune(cases, bounds=patient)
+    assert [one.skipped for one in result.cases] == [""] * len(problems)
+    for problem, one in zip(problems, result.cases, strict=True):
+        names = {timed.backend for timed in one.timed}
+        assert names <= {*registry.names("jax")} and "jax_blockwise" in names
+        assert all(t.verified for t in one.timed if t.status == "ok"), one.timed
+        chosen = explain_in_jax(problem)
+        assert chosen.source == "TUNED" and chosen.backend in names
+        assert explain(problem.with_(framework="torch")).source != "TUNED"
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_a_problem_of_jax_that_cannot_be_had_here_is_passed_over_by_name():
+    pytest.importorskip("jax")
+    for changes, message in (
+        ({"device": "tpu", "arch": "v5e"}, "on tpu"), ({"dtype": "float64"}, "float64"),
+    ):  # fmt: skip
+        result = tune([case(framework="jax", layout="BTNH", **changes)], bounds=QUICK)
+        assert message in result.cases[0].skipped

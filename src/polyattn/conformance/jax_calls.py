@@ -23,7 +23,7 @@ from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.selection.registry import Backend
 
-__all__ = ["forget", "jax_call", "jax_kernel", "problem_for"]
+__all__ = ["forget", "jax_call", "jax_kernel", "problem_for", "to_jax", "to_torch"]
 
 _EAGER = 4  # one case of so many is called outside of jit, and is compiled by the front
 
@@ -104,14 +104,14 @@ def _bridged(case: Case, call: Callable[..., Any]) -> Callable[[Inputs], Any]:
         def forward(ctx: Any, bias: Any, mask: Any, *tensors: Tensor) -> Any:
             ctx.wanted = tuple(i for i, needs in enumerate(ctx.needs_input_grad[2:]) if needs)
             with _wide(jax, case):
-                ctx.held = [_to_jax(x) for x in tensors], bias, mask
-                return tuple(map(_to_torch, forward(*ctx.held)))
+                ctx.held = [to_jax(x) for x in tensors], bias, mask
+                return tuple(map(to_torch, forward(*ctx.held)))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
             with _wide(jax, case):
-                found = backward(ctx.wanted, *ctx.held, [_to_jax(x) for x in grads])
-            each = dict(zip(ctx.wanted, map(_to_torch, found), strict=True))
+                found = backward(ctx.wanted, *ctx.held, [to_jax(x) for x in grads])
+            each = dict(zip(ctx.wanted, map(to_torch, found), strict=True))
             return None, None, *map(each.get, range(len(ctx.held[0])))
 
     def run(inputs: Inputs) -> Any:
@@ -141,10 +141,11 @@ def _wide(jax: Any, case: Case) -> AbstractContextManager[Any]:
 def _mask(value: Mask | Bias | None) -> Any:
     if value is None:
         return None
-    return value.map(lambda name, x: _to_jax(x) if isinstance(x, Tensor) else x)
+    return value.map(lambda name, x: to_jax(x) if isinstance(x, Tensor) else x)
 
 
-def _to_jax(x: Tensor) -> Any:
+def to_jax(x: Tensor) -> Any:
+    """Return a tensor of the CPU as an array of JAX; int64 becomes int32."""
     jnp = importlib.import_module("jax.numpy")
     x = x.detach()
     if x.dtype == torch.bfloat16:
@@ -154,7 +155,8 @@ def _to_jax(x: Tensor) -> Any:
     return jnp.array(x.numpy())
 
 
-def _to_torch(x: Any) -> Tensor:
+def to_torch(x: Any) -> Tensor:
+    """Return an array of JAX as a tensor on the CPU."""
     if x.dtype.name == "bfloat16":
         bits = np.array(x.view("int16"))
         return torch.from_numpy(bits).view(torch.bfloat16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -11,6 +11,9 @@ from polyattn.errors import InvalidProblem, near_matches
 from polyattn.jax import platform
 from polyattn.jax.admission import admit
 from polyattn.jax.dispatch import admitted, plan_for, run
+from polyattn.jax.kit.masking import bind_mask
+from polyattn.jax.kit.pytrees import ensure_pytree
+from polyattn.jax.sharding.explicit import ExplicitPlace
 from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
@@ -20,7 +23,7 @@ from polyattn.selection.prepare import select_here
 from polyattn.selection.requests import Request
 from polyattn.selection.wishes import current_wishes
 
-__all__ = ["attention", "explain", "plan"]
+__all__ = ["attention", "attention_by_blocks", "explain", "plan"]
 
 Backends = str | tuple[str, ...] | list[str]
 
@@ -123,8 +126,33 @@ def attention(
         "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
         "deterministic": deterministic,
     }  # fmt: skip
+    if (place := ExplicitPlace.of(query, layout)) is not None:
+        given = {**options, "mask": _bound(mask), "dropout_key": dropout_key, "backend": backend}
+        return place.run(attention, (query, key, value), given)
     call = admitted(query, key, value, dropout_key, options)
     return run(call, query, key, value, dropout_key, backend)
+
+
+def _bound(mask: Any) -> Any:
+    """Return a mask as a pytree of JAX's arrays; what is none is for admission to refuse."""
+    if not isinstance(mask, Mask):
+        return mask
+    ensure_pytree(mask)
+    return bind_mask(mask)
+
+
+def attention_by_blocks(
+    query: Any, key: Any, value: Any, blocks: Mapping[str, int], backend: Any, **options: Any
+) -> Any:
+    """Call :func:`attention` on a backend whose blocks have these sizes, as it calls them.
+
+    Raises :class:`~polyattn.errors.InvalidProblem` for a size that the backend does not have.
+    """
+    options = {**_DEFAULTS, **options}
+    dropout_key = options.pop("dropout_key")
+    call = admitted(query, key, value, dropout_key, options)
+    sizes = tuple(sorted(blocks.items()))
+    return run(call, query, key, value, dropout_key, backend, sizes=sizes)
 
 
 def plan(

@@ -4,25 +4,54 @@
 time may all change what a call runs on, so each is part of the key: code that was traced under
 another is traced again, never run. ``jax.make_user_context`` is JAX's means for that.
 
-A scope lives in a ``ContextVar``, JAX's key in the thread. They differ where asyncio changes tasks
-within a scope: calls that are traced then are refused (:func:`check`).
+A scope lives in a ``ContextVar``, JAX's key in the thread. They differ where a coroutine has a
+scope and awaits: other tasks run in its thread then, and threads that it starts have its context.
+While there is such a scope, the key is one under which nothing was ever traced, a new one after
+each trace: so others trace again, and traced calls within the scope are refused (:func:`check`).
+The scopes of functions, which nothing interrupts, JAX can follow.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from polyattn import epoch
 from polyattn.errors import InvalidProblem
 from polyattn.selection import scopes
 
-__all__ = ["check", "follow", "spread_here", "within_spread"]
+__all__ = ["check", "spread_here", "within_spread"]
 
-_scope = jax.make_user_context("\n0")
+_NOTHING = "\n0"
+_scope = jax.make_user_context(_NOTHING)
 _epoch = jax.make_user_context("")
 _spread = jax.make_user_context(None)
+_lock, _fresh = threading.Lock(), itertools.count(1)
+
+
+class _Held:
+    """How many scopes coroutines have, of all threads, and the key meanwhile."""
+
+    count = 0
+    key = ""
+
+
+class _Thread(threading.local):
+    """What functions of this thread have entered: how many scopes, and JAX's key before them.
+
+    `outside`: how many there were when a coroutine's scope hid them.
+    """
+
+    depth = 0
+    outside = 0
+    first: Any = None
+
+
+_thread = _Thread()
 
 
 def _here() -> str:
@@ -30,9 +59,45 @@ def _here() -> str:
     return f"{scopes.current_scope() or ''}\n{scopes.recorder.get()}"
 
 
-def follow() -> None:
-    """Make JAX's key of this thread what is asked for here."""
-    _scope(_here()).__enter__()
+def _follow(change: int, by_coroutine: bool) -> None:
+    """Make JAX's key what is asked for here; see :data:`polyattn.selection.scopes.watchers`."""
+    if by_coroutine:
+        with _lock:
+            if _Held.count == 0:
+                _thread.outside = _thread.depth
+            _Held.count += change
+    else:
+        _enter_or_leave(change)
+    if by_coroutine or _Held.count:
+        _renew()
+    if not by_coroutine:
+        return
+    if _Held.count == 0 and _thread.depth:
+        _scope(_here()).__enter__()
+
+
+def _enter_or_leave(change: int) -> None:
+    if change > 0 and _thread.depth == 0:
+        _thread.first = _scope(_here())
+        _thread.first.__enter__()
+    elif change > 0 or _thread.depth > 1:
+        _scope(_here()).__enter__()
+    elif _thread.first is not None:
+        _thread.first.__exit__(None, None, None)
+        _thread.first = None
+    _thread.depth = max(_thread.depth + change, 0)
+
+
+def _renew() -> None:
+    """Make the key of all threads one that nothing was traced under, where coroutines have scopes.
+
+    A function's scope keeps its own: nothing else can run in its thread before it ends.
+    """
+    with _lock:
+        _Held.key = f"\n\n{next(_fresh)}" if _Held.count else _NOTHING
+        _scope.set_global(_Held.key)
+    if _Held.count and 0 < _thread.depth <= _thread.outside:
+        _scope(_Held.key).__enter__()
 
 
 def _turn() -> None:
@@ -50,16 +115,27 @@ def within_spread(spread: tuple[tuple[str, ...], str, tuple[str, ...]] | None) -
 
 
 def check() -> None:
-    """Raise where a call is traced in another asyncio task than its scope was entered in."""
-    if _scope.value != _here():
-        raise InvalidProblem(
-            "got a call within use_backend or record_selections while another asyncio task's is "
-            "in force in this thread, expected one at a time: JAX keeps what it traced for the "
-            "thread. Enter it around code that does not await, or pass backend= to the call."
-        )
+    """Raise where JAX's key is not what is asked for here, so that a trace could be run elsewhere.
+
+    Calls outside of traced code are kept by nobody.
+    """
+    key = _scope.value
+    if key == _here() or not isinstance(jnp.zeros(()), jax.core.Tracer):
+        return
+    if key.startswith("\n\n") and not scopes.suspendable.get():
+        _renew()
+        return
+    raise InvalidProblem(
+        "got a call in traced code within a use_backend or record_selections that a coroutine or "
+        "another thread has entered, expected one that a function of this thread did: JAX keeps "
+        "what it traced for the thread, and other asyncio tasks run in it. Enter it in a function "
+        "that is no coroutine (def step(): with use_backend(...): return f(x)), or pass backend= "
+        "to the call."
+    )
 
 
-scopes.watchers.append(follow)
+scopes.watchers.append(_follow)
 epoch.listeners.append(_turn)
-follow()
 _turn()
+if _here() != _NOTHING:  # imported within a scope
+    _follow(1, False)

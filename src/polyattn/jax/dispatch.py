@@ -24,7 +24,7 @@ from polyattn.jax.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.selection import scopes
-from polyattn.selection.prepare import Plan, prepare
+from polyattn.selection.prepare import Plan, kernel_of, prepare
 from polyattn.selection.registry import Backend, registry
 from polyattn.selection.requests import Request
 from polyattn.selection.wishes import Wishes, current_wishes
@@ -32,6 +32,7 @@ from polyattn.selection.wishes import Wishes, current_wishes
 __all__ = ["admitted", "plan_for", "run"]
 
 Kernel = Callable[..., Any]
+Sizes = tuple[tuple[str, int], ...]
 
 
 def admitted(q: Any, k: Any, v: Any, dropout_key: Any, options: dict[str, Any]) -> Call:
@@ -45,21 +46,41 @@ def admitted(q: Any, k: Any, v: Any, dropout_key: Any, options: dict[str, Any]) 
     return call
 
 
-def plan_for(problem: Problem, backend: Any = None, part: bool = False) -> Plan:
+def plan_for(problem: Problem, backend: Any = None, part: bool = False, sizes: Sizes = ()) -> Plan:
     """Return the plan of a problem under what is asked for here; kept until that changes.
 
     `part`: whether it is a device's part of a problem whose sequence is spread. What is asked for
     around the call is then meant for the whole, as far as only the whole can be run by it.
+    `sizes`: of blocks, by the names that the backend's configurations have.
     """
     settings.current()  # notices variables that have changed
     names = tuple(backend) if isinstance(backend, (list, tuple)) else backend
-    return _plan(problem, names, part, scopes.current_scope(), scopes.state.epoch)
+    return _plan(problem, names, part, sizes, scopes.current_scope(), scopes.state.epoch)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, backend: Any, part: bool, scope: str | None, epoch: str) -> Plan:
+def _plan(
+    problem: Problem, backend: Any, part: bool, sizes: Sizes, scope: str | None, epoch: str
+) -> Plan:
     wishes = current_wishes(backend)
-    return prepare(problem, _of_part(wishes) if part else wishes)
+    found = prepare(problem, _of_part(wishes) if part else wishes)
+    return _sized(found, problem, sizes) if sizes else found
+
+
+def _sized(found: Plan, problem: Problem, sizes: Sizes) -> Plan:
+    """Return the plan with blocks of these sizes; raise for one that the backend has not."""
+    chosen = registry.get(found.selection.backend, problem.framework)
+    known = {name for config in registry.configurations(chosen, problem) for name in config}
+    for name, size in sizes:
+        if name not in known:
+            raise InvalidProblem(
+                f"got {name}={size} for {chosen.name}, which "
+                f"{'has ' + ', '.join(sorted(known)) if known else 'has blocks of its own'}, "
+                "expected a backend that takes it, as jax_blockwise: leave the size at its "
+                "default, or choose such an implementation."
+            )
+    selection = replace(found.selection, config={**found.selection.config, **dict(sizes)})
+    return Plan(selection, kernel_of(selection, problem))
 
 
 def _of_part(wishes: Wishes) -> Wishes:
@@ -87,21 +108,21 @@ def _compiled(kernel: Kernel) -> Kernel:
 
 def run(
     call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any, pages: Any = None,
-    part: bool = False,
+    part: bool = False, sizes: Sizes = (),
 ) -> Any:  # fmt: skip
     """Run an admitted call on the backend that is chosen here.
 
-    `pages`: (block_table, lengths) where k and v are pages; kernels get them last. `part`: as in
-    :func:`plan_for`.
+    `pages`: (block_table, lengths) where k and v are pages; kernels get them last. `part`, `sizes`:
+    as in :func:`plan_for`.
     """
     context.check()
-    plan = plan_for(call.problem, backend, part)
+    plan = plan_for(call.problem, backend, part, sizes)
     for ran in scopes.recording.get(()):
         ran.append(plan.selection)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     if call.problem.empty:
         return _answer_empty(call.problem, q, k, v, call.sinks)
-    choose = functools.partial(plan_for, backend=backend, part=part)
+    choose = functools.partial(plan_for, backend=backend, part=part, sizes=sizes)
     kernel = _kernel(call, plan, choose, is_traced(q, k, v, call.bias, call.sinks))
     more = () if pages is None else (pages,)
     return kernel(q, k, v, call.mask, call.bias, call.sinks, dropout_key, *more)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -135,10 +135,18 @@ def _prepare(candidate: Candidate, inputs: Inputs, truth: Truth) -> None:
         candidate.note = f"its scores would take about {size / 2**30:.1f} GiB"
         return
     exact = problem.with_(dropout_p=0.0)
-    got = _results(_forward(candidate, inputs, exact), inputs, truth.grad_out)
+    if problem.framework == "jax":
+        got = _jax_run(candidate, inputs, exact).results(truth.grad_out)
+    else:
+        got = _results(_forward(candidate, inputs, exact), inputs, truth.grad_out)
     candidate.check = truth.check(got)
     if not candidate.check.verified:
         candidate.status, candidate.note = "wrong", candidate.check.message
+        return
+    if problem.framework == "jax":
+        run = _jax_run(candidate, inputs, problem)
+        candidate.forward = run.forward
+        candidate.step = run.stepper() if inputs.trains else run.forward
         return
     candidate.forward = forward = _forward(candidate, inputs, problem)
     candidate.step = forward
@@ -153,9 +161,19 @@ def _prepare(candidate: Candidate, inputs: Inputs, truth: Truth) -> None:
         candidate.step = step
 
 
-def _forward(candidate: Candidate, inputs: Inputs, problem: Problem) -> Callable[[], Any]:
+def _kernel(candidate: Candidate, problem: Problem) -> Callable[..., Any]:
     chosen = Selection(candidate.backend, Source.TUNED, candidate.config, problem=problem)
-    kernel = kernel_of(chosen, problem)
+    return kernel_of(chosen, problem)
+
+
+def _jax_run(candidate: Candidate, inputs: Inputs, problem: Problem) -> Any:
+    from polyattn.measure.jax_runs import JaxRun
+
+    return JaxRun(_kernel(candidate, problem), replace(inputs, problem=problem))
+
+
+def _forward(candidate: Candidate, inputs: Inputs, problem: Problem) -> Callable[[], Any]:
+    kernel = _kernel(candidate, problem)
     q, k, v, mask, bias, sinks = (
         inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, inputs.sinks,
     )  # fmt: skip
@@ -191,10 +209,11 @@ def synchronise(problem: Problem) -> None:
 
 def _scores_bytes(backend: str, p: Problem) -> int:
     """Estimate what backends that write the scores down need; others need next to nothing."""
-    if backend not in ("reference", "sdpa_math"):
+    exact = backend in ("reference", "jax_reference")
+    if not exact and backend not in ("sdpa_math", "jax_xla"):
         return 0
     scores = (p.batch if p.layout != "packed" else 1) * p.heads * p.q_len * p.kv_len
-    return scores * (8 if backend == "reference" else 4) * (10 if p.grad else 6)
+    return scores * (8 if exact else 4) * (10 if p.grad else 6)
 
 
 def _spare_bytes() -> float:

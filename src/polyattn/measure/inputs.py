@@ -14,6 +14,7 @@ from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.measure.signatures import bias_like, mask_like
 from polyattn.problem import Problem
+from polyattn.selection.platforms import platform_of
 from polyattn.torch.admission import admit
 
 __all__ = ["Inputs", "build"]
@@ -23,7 +24,11 @@ _MOST_GAPS = 16
 
 @dataclass(frozen=True)
 class Inputs:
-    """A checked call. `mask` and `bias` are on the device; `grad_out` is the incoming gradient."""
+    """A checked call. `mask` and `bias` are on the device; `grad_out` is the incoming gradient.
+
+    Of a call of JAX they are tensors on the CPU: the truth is computed of them, and the candidates
+    get them as JAX's arrays (`measure/jax_runs.py`).
+    """
 
     problem: Problem
     q: Tensor
@@ -50,8 +55,7 @@ class Inputs:
 def build(case: Case, seed: int = 0) -> Inputs:
     """Make the call of `case` again; TuningError where that cannot be done here."""
     problem = case.problem
-    if problem.device == "cuda" and not torch.cuda.is_available():
-        raise TuningError("got a problem on cuda, but torch sees no CUDA device here.")
+    _check_device(problem)
     if problem.sinks_grad:
         raise TuningError("got sinks that need a gradient, which tuning does not rebuild.")
     if problem.paged is not None:
@@ -59,7 +63,7 @@ def build(case: Case, seed: int = 0) -> Inputs:
     if problem.quantized is not None:
         raise TuningError("got quantised keys, which tuning does not rebuild.")
     generator = torch.Generator().manual_seed(seed)
-    device = torch.device(problem.device)
+    device = torch.device(problem.device if problem.framework == "torch" else "cpu")
     dtype = getattr(torch, problem.dtype)
     wants = case.needs_grad if any(case.needs_grad) else (problem.grad,) * 3
     q, k, v = (
@@ -81,7 +85,27 @@ def build(case: Case, seed: int = 0) -> Inputs:
             return_lse=problem.lse, deterministic=problem.deterministic,
         )  # fmt: skip
     grad_out = torch.randn(_out_shape(problem), generator=generator).to(device, dtype)
-    return Inputs(call.problem, q, k, v, call.mask, call.bias, call.sinks, grad_out)
+    checked = call.problem
+    if problem.framework != "torch":  # by the same rules; what is said of tensors is not theirs
+        checked = problem.with_(compiled=False)
+    return Inputs(checked, q, k, v, call.mask, call.bias, call.sinks, grad_out)
+
+
+def _check_device(problem: Problem) -> None:
+    if problem.framework == "torch":
+        if problem.device == "cuda" and not torch.cuda.is_available():
+            raise TuningError("got a problem on cuda, but torch sees no CUDA device here.")
+        return
+    here = platform_of(problem.framework).present_device()[0]
+    if problem.device != here:
+        raise TuningError(
+            f"got a problem of {problem.framework} on {problem.device}, expected one on {here}, "
+            "where it puts arrays here."
+        )
+    if problem.dtype == "float64":
+        raise TuningError("got a problem of jax in float64, which tuning does not rebuild.")
+    if problem.spread is not None:
+        raise TuningError("got a sequence that is spread over devices, which tuning cannot have.")
 
 
 def _shapes(p: Problem) -> tuple[tuple[int, ...], ...]:

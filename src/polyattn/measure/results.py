@@ -88,7 +88,7 @@ class CaseResult:
 class ClassResult:
     """One class of problems: the rows that were stored for it, and its cases.
 
-    `flags`: how torch's flags stood; the rows hold its digest.
+    `flags`: how the framework's flags stood; the rows hold its digest.
     """
 
     key: Key

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from polyattn.errors import PolyattnError, Unsupported
 from polyattn.integrations.program.asked import Case
@@ -26,12 +28,11 @@ from polyattn.measure.timing import Times, time_interleaved
 from polyattn.measure.verify import Truth
 from polyattn.problem import Problem
 from polyattn.selection import scopes
+from polyattn.selection.platforms import platform_of
 from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import registry
 from polyattn.selection.select import select
 from polyattn.selection.wishes import Wishes
-from polyattn.torch.flags import snapshot
-from polyattn.torch.platform import device_description, library_versions
 from polyattn.tuning import Key, Measurement, digest, lookup
 
 __all__ = ["Bounds", "Progress", "tune"]
@@ -232,15 +233,23 @@ def _stored(key: Key, measured: list[CaseResult]) -> ClassResult:
             one.rows.append(_row([(case.calls, t) for case, t in of_label if t is not None]))
         elif wrong := next((t for _, t in of_label if t is not None and t.status == "wrong"), None):
             one.rows.append(_wrong_row(wrong))
-    one.flags = snapshot()  # as they stand where the candidates were timed a moment ago
+    one.flags = _flags_of(measured)  # as they stand where the candidates were timed a moment ago
     one.rows = [dataclasses.replace(row, flags=digest(one.flags)) for row in one.rows]
     lookup.table().record(key, one.rows, one.flags)
     scopes.invalidate()
     return one
 
 
+def _flags_of(measured: list[CaseResult]) -> dict[str, Any]:
+    """Return how the flags of the framework stand that the cases are of."""
+    framework = measured[0].problem.framework
+    found: dict[str, Any] = importlib.import_module(f"polyattn.{framework}.flags").snapshot()
+    return found
+
+
 def _key(problem: Problem) -> Key:
-    return lookup.key_for(problem, device_description(problem.device), library_versions())
+    here = platform_of(problem.framework)
+    return lookup.key_for(problem, here.device_description(problem.device), here.versions())
 
 
 def _row(weighted: list[tuple[int, Timed]]) -> Measurement:

@@ -175,24 +175,24 @@ class record_selections(AbstractContextManager[list[Selection]]):
     """
 
     def __init__(self) -> None:
-        self._tokens: list[tuple[Token[Any], Token[str], Token[int]]] = []
+        self._tokens: list[tuple[Token[Any], Token[str], Token[int], tuple[bool, bool]]] = []
 
     def __enter__(self) -> list[Selection]:
         ran: list[Selection] = []
         scopes.record(1)
         recording = scopes.recording.set((*scopes.recording.get(()), ran))
         number = scopes.recorder.set(next(scopes.recorders))
-        self._tokens.append((recording, scopes.recorded.set("recorded"), number))
-        scopes.tell()
+        recorded = scopes.recorded.set("recorded")
+        self._tokens.append((recording, recorded, number, scopes.begin()))
         return ran
 
     def __exit__(self, *exc: object) -> None:
         scopes.record(-1)
-        recording, recorded, number = self._tokens.pop()
+        recording, recorded, number, noted = self._tokens.pop()
         scopes.recorder.reset(number)
         scopes.recorded.reset(recorded)
         scopes.recording.reset(recording)
-        scopes.tell()
+        scopes.end(noted)
 
 
 class ModulePolicy(AbstractContextManager["ModulePolicy"]):

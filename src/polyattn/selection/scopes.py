@@ -12,7 +12,9 @@ policy's hook) lives in a ``threading.local``, whose attributes the compiler tra
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -23,8 +25,11 @@ from polyattn.epoch import invalidate, listeners, lock
 __all__ = [
     "Ambient",
     "ask",
+    "begin",
     "current_scope",
+    "end",
     "enter",
+    "entered_by_coroutine",
     "invalidate",
     "leave",
     "listeners",
@@ -38,6 +43,7 @@ __all__ = [
     "scope",
     "set_forced",
     "state",
+    "suspendable",
     "tell",
     "watchers",
 ]
@@ -51,12 +57,16 @@ recording: ContextVar[Any] = ContextVar("polyattn_recording")
 recorder: ContextVar[int] = ContextVar("polyattn_recorder", default=0)
 """The number of the innermost recorder; 0 outside of any."""
 
+_OURS = (__name__, "polyattn.selection.requests")
 _epochs, recorders = itertools.count(1), itertools.count(1)
 
 recorded: ContextVar[str] = ContextVar("polyattn_recorded")
 """Text that is not empty while selections are recorded: what compiled code guards."""
 
-_saved: ContextVar[tuple[tuple[Token[str], str, str | None], ...]] = ContextVar(
+suspendable: ContextVar[bool] = ContextVar("polyattn_suspendable", default=False)
+"""Whether a coroutine entered what is in force here: while it awaits, others run in its thread."""
+
+_saved: ContextVar[tuple[tuple[Token[str], str, str | None, tuple[bool, bool]], ...]] = ContextVar(
     "polyattn_saved", default=()
 )
 
@@ -91,14 +101,37 @@ recorded.set("")
 state = Ambient()
 local = Local()
 is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end replaces it
-watchers: list[Callable[[], None]] = []
+watchers: list[Callable[[int, bool], None]] = []
 """What is called when a scope or a recorder begins or ends here, for caches that are no guards."""
 
 
-def tell() -> None:
-    """Tell the watchers that what is asked for here has changed."""
+def tell(change: int, by_coroutine: bool) -> None:
+    """Tell the watchers that a scope or a recorder begins (1) or ends (-1) here.
+
+    `by_coroutine`: whether code that can be suspended has it; other code may then run in the same
+    thread before it ends.
+    """
     for watch in watchers:
-        watch()
+        watch(change, by_coroutine)
+
+
+def entered_by_coroutine() -> bool:
+    """Return whether what enters a scope now may be suspended while it is in force.
+
+    It may where the frame is a coroutine's, or a generator's within an event loop. Only where
+    somebody watches: others read the context itself.
+    """
+    if not watchers:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__") in (*_OURS, "contextlib"):
+        frame = frame.f_back
+    flags = frame.f_code.co_flags
+    if flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE):
+        return True
+    loops = sys.modules.get("asyncio")
+    in_loop = loops is not None and loops._get_running_loop() is not None
+    return bool(flags & inspect.CO_GENERATOR) and in_loop
 
 
 def _begin_epoch() -> None:
@@ -144,8 +177,7 @@ def enter(encoded: str) -> str | None:
     ask()
     local.traced = None
     outer = scope.get("")
-    _saved.set((*_saved.get(), (scope.set(encoded), outer, before)))
-    tell()
+    _saved.set((*_saved.get(), (scope.set(encoded), outer, before, begin())))
     return None
 
 
@@ -156,10 +188,25 @@ def leave(before: str | None) -> None:
         return
     saved = _saved.get()
     if saved:  # empty when a generator is closed in another context than it was entered in
-        token, outer, local.traced = saved[-1]
+        token, outer, local.traced, suspended = saved[-1]
         _saved.set(saved[:-1])
         try:
             scope.reset(token)  # unset again, not empty: compiled code guards the difference
         except ValueError:  # a copied context: the token belongs to the one it was copied from
             scope.set(outer)
-        tell()
+        end(suspended)
+
+
+def begin() -> tuple[bool, bool]:
+    """Note that a scope or a recorder begins here; returns what :func:`end` takes."""
+    before, mine = suspendable.get(), entered_by_coroutine()
+    suspendable.set(mine)
+    tell(1, mine)
+    return before, mine
+
+
+def end(noted: tuple[bool, bool]) -> None:
+    """Note that it ends."""
+    before, mine = noted
+    suspendable.set(before)
+    tell(-1, mine)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,64 +68,6 @@ def test_every_name_of_the_document_is_there() -> None:
         for name in ("to_dict", "from_dict", "to_json", "from_json", "replace"):
             assert callable(getattr(kind, name))
     assert {"vanilla", "sdpa", "cudnn", "flash_attn2", "blockwise"} <= set(NAMES)
-
-
-# Metadata ---------------------------------------------------------------------------------------
-
-
-def test_metadata_works_without_a_mesh() -> None:
-    made = AttentionMetadata(jnp.bfloat16)
-    assert (made.runtime_dtype, made.runtime_softmax_dtype) == ("bfloat16", "float32")
-    assert (made.blocksize_q, made.blocksize_k, made.blocksize_b) == (512, 1024, 1)
-    assert made.mesh is None and made.softmax_scale is None and made.sequence_axis_name == "sp"
-
-
-def test_metadata_takes_from_a_config_what_is_not_given() -> None:
-    config = SimpleNamespace(
-        attn_dtype=jnp.bfloat16, blocksize_q=64, scan_attention_layers=False, sequence_axis_name="x"
-    )
-    made = AttentionMetadata.from_config(config, softmax_scale=0.5, dropout_prob=0.1)
-    assert (made.blocksize_q, made.blocksize_k, made.scan_ring_attention) == (64, 1024, False)
-    assert (made.softmax_scale, made.dropout_prob, made.runtime_dtype) == (0.5, 0.1, "bfloat16")
-    assert made.sequence_axis_name == "x"
-    made.set_attrs_carefully("blocksize_q", 7)
-    assert made.blocksize_q == 64  # what is given stays
-
-
-def test_two_axes_of_a_sequence_pass_through_plain_data() -> None:
-    made = AttentionMetadata(sequence_axis_name=("ring", "heads"))
-    assert AttentionMetadata.from_json(made.to_json()) == made
-
-
-def test_metadata_passes_through_plain_data() -> None:
-    axes = PartitionAxis(batch_axis="dp", decode_key_sequence_axis=None)
-    made = AttentionMetadata(
-        partition_axis=axes, mesh=mesh("dp", "sp", "tp"), soft_cap=3.0, backend="TPU"
-    )
-    assert (
-        AttentionMetadata.from_dict(json.loads(made.to_json(indent=1))).replace(mesh=made.mesh)
-        == made
-    )
-    assert made.backend == "tpu" and made.replace(soft_cap=None).soft_cap is None
-
-
-def wrong_metadata() -> Iterator[tuple[dict[str, Any], str]]:
-    yield {"backend": "npu"}, "expected one of cpu"
-    yield {"blocksize_q": 0}, "a size of 1 or more"
-    yield {"dropout_prob": 2.0}, "expected 0 to 1"
-    yield {"runtime_dtype": "flaot32"}, "one that JAX knows"
-    yield {"runtime_softmax_dtype": jnp.bfloat16}, "in float32 at least"
-    yield {"mesh": 3}, r"a jax\.sharding\.Mesh"
-    yield {"partition_axis": "dp"}, "PartitionAxis"
-    yield {"mesh": mesh("dp"), "partition_axis": PartitionAxis()}, "got the axis 'fsdp'"
-
-
-@pytest.mark.parametrize(("fields", "message"), list(wrong_metadata()))
-def test_metadata_that_means_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionMetadata(**fields)
-    with pytest.raises(ValueError, match="Did you mean 'soft_cap'"):
-        AttentionMetadata().replace(soft_cup=1.0)
 
 
 # Specs ------------------------------------------------------------------------------------------
@@ -235,7 +175,9 @@ def test_dropout_is_for_training() -> None:
         impl(Q, KEY, V, deterministic=False)
 
 
-def test_the_backend_of_the_metadata_is_the_one_that_is_called() -> None:
+def test_the_backend_of_the_metadata_is_the_one_that_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     called = []
 
     class Told(AttentionImpl):
@@ -256,7 +198,10 @@ def test_the_backend_of_the_metadata_is_the_one_that_is_called() -> None:
             return AttentionOutput()
 
     for backend in ("cpu", "gpu", "cuda", "rocm", "tpu"):
-        Told(AttentionMetadata(backend=backend))(Q, KEY, V)
+        where = "cuda" if backend == "gpu" else backend
+        with monkeypatch.context() as elsewhere:  # devices that this machine has not
+            elsewhere.setattr("polyattn.jax.operator.impl.device_of", lambda x, where=where: where)
+            Told(AttentionMetadata(backend=backend))(Q, KEY, V)
     assert called == ["cpu", "gpu", "gpu", "gpu", "native"]
     Told(AttentionMetadata())(Q, KEY, V)
     assert called[-1] == Told(AttentionMetadata()).current_backend() == jax.default_backend()
@@ -355,6 +300,11 @@ def wrong_calls() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"kv_segment_ids": jnp.arange(T)}, "got kv_segment_ids alone"
     yield {"cum_seqlens_k": jnp.arange(3)}, "got cum_seqlens_k alone"
     yield {"mode": "decode"}, "expected one of __train__"
+    yield {"sliding_window": 2.5}, "a count of other keys"
+    yield {"sliding_window": (1, 2, 3)}, "a count of other keys"
+    yield {"causal": "no"}, "True or False"
+    yield {"softmax_scale": "x"}, "a finite number"
+    yield {"init_bias": 3}, "a function that makes"
 
 
 @pytest.mark.parametrize(("options", "message"), list(wrong_calls()))
@@ -364,3 +314,40 @@ def test_wrong_calls_are_refused(options: dict[str, Any], message: str) -> None:
         impl(Q, KEY, V, **options)
     with pytest.raises(TypeError):
         impl(Q, KEY, V, no_such_argument=1)
+
+
+def test_wrong_arrays_and_modes_are_refused_by_name() -> None:
+    cast = AttentionRegistry.create("blockwise", AttentionMetadata("bfloat16"))
+    with pytest.raises(InvalidProblem, match="got query of type list"):
+        cast([1.0], KEY, V)
+    with pytest.raises(InvalidProblem, match="got value of type float"):
+        cast(Q, KEY, 3.0)
+    impl = AttentionRegistry.create("blockwise", AttentionMetadata())
+    with pytest.raises(InvalidProblem, match="known while tracing"):
+        jax.jit(lambda scale: impl(Q, KEY, V, softmax_scale=scale))(0.5)
+    cu = jnp.array([0, 2, 6])
+    with pytest.raises(InvalidProblem, match="expected one of __train__"):
+        impl(Q[0], KEY[0], V[0], cum_seqlens_q=cu, mode="bogus")
+    with pytest.raises(InvalidProblem, match="expected four dims"):
+        impl.get_mode(Q[0])
+    over_shapes = AttentionRegistry.create("blockwise", AttentionMetadata(mesh=mesh("dp", size=2)))
+    with pytest.raises(InvalidProblem, match="An AbstractMesh is for specs alone"):
+        over_shapes(Q, KEY, V)
+    for wrong in (None, ["vanilla"]):
+        with pytest.raises(InvalidProblem, match="expected one of"):
+            AttentionRegistry.get(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PolyattnError, match="a subclass of AttentionImpl"):
+        AttentionRegistry.register(int)  # type: ignore[type-var]
+
+
+def test_weights_are_those_of_the_call() -> None:
+    impl = AttentionRegistry.create("vanilla", AttentionMetadata(dropout_prob=0.5))
+    found = impl(Q, KEY, V, softmax_scale=0.0, return_weights=True)
+    values = jnp.repeat(V, N // K, 2)
+    told = jnp.einsum("bnts,bsnh->btnh", found.attention_weights, values)
+    np.testing.assert_allclose(told, found.attention_outputs, atol=2e-6)
+    with pytest.raises(InvalidProblem, match="return_weights with dropout"):
+        impl(Q, KEY, V, deterministic=False, dropout_rng=jax.random.key(0), return_weights=True)
+    listed = impl(Q, KEY, V, softmax_aux=[0.5] * N, sliding_window=np.int64(3))
+    as_array = impl(Q, KEY, V, softmax_aux=jnp.full(N, 0.5), sliding_window=3)
+    np.testing.assert_array_equal(listed.attention_outputs, as_array.attention_outputs)

@@ -9,8 +9,11 @@ from polyattn.errors import InvalidProblem
 __all__ = ["axis_size"]
 
 
-def axis_size(axis_name: str) -> int:
-    """Return how many devices a mesh axis has; raise :class:`InvalidProblem` for none."""
+def axis_size(axis_name: str | tuple[str, ...]) -> int:
+    """Return how many devices a mesh axis has, or several together.
+
+    Raises :class:`InvalidProblem` for an axis that is bound to none.
+    """
     try:
         return int(jax.lax.axis_size(axis_name))
     except NameError as error:

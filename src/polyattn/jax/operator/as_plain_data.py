@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyattn.errors import InvalidProblem
+from polyattn.errors import InvalidProblem, near_matches
 from polyattn.jax.sharding.axes import PartitionAxis
 
-__all__ = ["described", "restored"]
+__all__ = ["check_names", "described", "read_fields", "read_json", "restored"]
 
 
 def described(value: Any) -> Any:
@@ -19,7 +22,7 @@ def described(value: Any) -> Any:
     if isinstance(value, PartitionAxis):
         return {"axes": value.to_dict()}
     if isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        return {"mesh": {name: int(size) for name, size in value.shape.items()}}
+        return {"mesh": _of_mesh(value)}
     if isinstance(value, (jax.Array, np.ndarray)):
         array = np.asarray(value)
         wide = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
@@ -28,17 +31,26 @@ def described(value: Any) -> Any:
             "shape": list(array.shape),
             "dtype": value.dtype.name,
         }
+    if isinstance(value, Mapping):
+        return {"dict": {str(name): described(one) for name, one in value.items()}}
+    if not isinstance(value, (str, int, float, tuple, list, type(None))):
+        raise InvalidProblem(
+            f"got a field of type {type(value).__name__}, expected plain data, arrays, or a dict "
+            "of them: replace(...) it by None before it is written."
+        )
     return value
 
 
 def restored(value: Any) -> Any:
     """Undo :func:`described`.
 
-    A mesh comes back over the devices that are here, or as one of shapes alone where they are too
-    few: specs need no more.
+    A mesh comes back over the devices that it had, or as one of shapes alone where they are not
+    here: specs need no more.
     """
     if not isinstance(value, dict):
         return value
+    if "dict" in value:
+        return {name: restored(one) for name, one in value["dict"].items()}
     if "axes" in value:
         return PartitionAxis.from_dict(value["axes"])
     if "mesh" in value:
@@ -46,12 +58,58 @@ def restored(value: Any) -> Any:
     if "array" in value:
         return jnp.asarray(np.array(value["array"]).reshape(value["shape"]), dtype=value["dtype"])
     raise InvalidProblem(
-        f"got {sorted(value)}, expected what to_dict() gives of a field: axes, mesh or array."
+        f"got {sorted(value)}, expected what to_dict() gives of a field: dict, axes, mesh or array."
     )
 
 
-def _mesh(sizes: dict[str, int]) -> Any:
-    names, shape = tuple(sizes), tuple(sizes.values())
-    if int(np.prod(shape)) <= jax.device_count():
-        return jax.make_mesh(shape, names, devices=jax.devices()[: int(np.prod(shape))])
-    return jax.sharding.AbstractMesh(shape, names)
+def _of_mesh(mesh: Any) -> dict[str, Any]:
+    devices = None
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices = [int(device.id) for device in mesh.devices.ravel()]
+    types = [kind.name for kind in mesh.axis_types]
+    sizes = {name: int(size) for name, size in mesh.shape.items()}
+    return {"axes": sizes, "types": types, "devices": devices}
+
+
+def _mesh(data: Any) -> Any:
+    if not isinstance(data, Mapping) or {*data} != {"axes", "types", "devices"}:
+        raise InvalidProblem(
+            f"got the mesh {data!r}, expected its axes, types and devices, as to_dict() gives them."
+        )
+    names, shape = tuple(data["axes"]), tuple(data["axes"].values())
+    types = tuple(jax.sharding.AxisType[name] for name in data["types"])
+    here = {device.id: device for device in jax.devices()}
+    if data["devices"] is None or not {*data["devices"]} <= {*here}:
+        return jax.sharding.AbstractMesh(shape, names, axis_types=types)
+    devices = np.empty(len(data["devices"]), object)
+    devices[:] = [here[number] for number in data["devices"]]
+    return jax.sharding.Mesh(devices.reshape(shape), names, axis_types=types)
+
+
+def check_names(data: Any, kind: Any) -> None:
+    """Raise :class:`InvalidProblem` for what names no field of a dataclass."""
+    known = {one.name for one in dataclasses.fields(kind)}
+    for name in data:
+        if name not in known:
+            raise InvalidProblem(
+                f"got the field {name!r}, expected one of {', '.join(sorted(known))}."
+                f"{near_matches(str(name), known)}"
+            )
+
+
+def read_fields(data: Any, kind: Any) -> dict[str, Any]:
+    """Return the arguments of a dataclass from what its ``to_dict`` gave."""
+    if not isinstance(data, Mapping):
+        raise InvalidProblem(
+            f"got {type(data).__name__}, expected fields by name, as to_dict() gives them."
+        )
+    check_names(data, kind)
+    return {name: restored(value) for name, value in data.items()}
+
+
+def read_json(text: str) -> Any:
+    """Return what JSON says; raise :class:`InvalidProblem` for what is none."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise InvalidProblem(f"got no JSON ({error}), expected what to_json() gives.") from error

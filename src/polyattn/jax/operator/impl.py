@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from polyattn.errors import InvalidProblem
+from polyattn.jax.kit.devices import kind_of
 from polyattn.jax.operator.metadata import AttentionMetadata
 from polyattn.jax.operator.output import AttentionOutput
+from polyattn.jax.platform import device_of, present_device
 from polyattn.jax.sharding.modes import GENERATION_MODES, check_mode, guess_mode
 from polyattn.jax.sharding.stable import stable_spec
 
@@ -25,7 +27,8 @@ class AttentionImpl(ABC):
     A subclass says its name and `forward_native`; the other ``forward_*`` default to that. Calling
     the instance calls the one of the metadata's backend, or of the device that JAX has where the
     metadata names none: cpu -> `forward_cpu`, tpu -> `forward_tpu`, gpu -> `forward_gpu`, cuda and
-    rocm -> theirs, which default to `forward_gpu`.
+    rocm -> theirs, which default to `forward_gpu`. Where the metadata names a device that the
+    arrays are not on, the call is refused.
 
     >>> import jax.numpy as jnp
     >>> from polyattn.jax import AttentionMetadata, AttentionOutput, attention
@@ -86,9 +89,26 @@ class AttentionImpl(ABC):
         return self.forward_gpu(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        """Run the ``forward_*`` of the metadata's backend."""
-        backend = self.metadata.backend or self.current_backend()
-        return getattr(self, f"forward_{backend}")(*args, **kwargs)  # type: ignore[no-any-return]
+        """Run the ``forward_*`` of the metadata's backend; where arrays lie elsewhere, raise."""
+        asked = self.metadata.device
+        if asked is not None:
+            self._check_device(asked, (*args, *kwargs.values()))
+        backend = asked or self.current_backend()
+        run = getattr(self, f"forward_{backend}", self.forward_native)
+        return run(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _check_device(self, asked: str, arguments: tuple[Any, ...]) -> None:
+        mesh = self.metadata.mesh
+        arrays = [x for x in arguments if isinstance(x, jax.Array)]
+        here = device_of(arrays[0]) if arrays else present_device()[0]
+        if isinstance(mesh, jax.sharding.Mesh):
+            here = kind_of(mesh.devices.flat[0])
+        if here not in (("cuda", "rocm") if asked == "gpu" else (asked,)):
+            raise InvalidProblem(
+                f"got metadata for {asked} and a call on {here}, expected one device: put the "
+                "arrays there (jax.device_put, or jax.default_device for traced code), or leave "
+                "backend and platform out of the metadata to run where the arrays are."
+            )
 
     def current_backend(self) -> str:
         """Return where JAX computes by default: "tpu", "gpu" or "cpu"."""
@@ -109,8 +129,8 @@ class AttentionImpl(ABC):
 
         No implementation here needs it: grouped heads are never materialised by repeating.
         """
-        if num_reps < 1:
-            raise InvalidProblem(f"got num_reps={num_reps}, expected 1 or more.")
+        if not isinstance(num_reps, int) or num_reps < 1:
+            raise InvalidProblem(f"got num_reps={num_reps}, expected an integer of 1 or more.")
         return jnp.repeat(k, num_reps, 2), jnp.repeat(v, num_reps, 2)
 
     def create_stable_sharding(

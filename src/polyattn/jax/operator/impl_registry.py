@@ -29,6 +29,8 @@ class AttentionRegistry:
 
         Raises :class:`~polyattn.errors.PolyattnError` for a name that another class has.
         """
+        if not (isinstance(impl_cls, type) and issubclass(impl_cls, AttentionImpl)):
+            raise PolyattnError(f"got {impl_cls!r}, expected a subclass of AttentionImpl.")
         given = impl_cls.get_impl_name()
         names = (given,) if isinstance(given, str) else tuple(given)
         for name in names:
@@ -45,7 +47,7 @@ class AttentionRegistry:
     @classmethod
     def get(cls, impl_name: str) -> type[AttentionImpl]:
         """Return the class of a name; raise :class:`ValueError`, with all names, for others."""
-        found = cls._impls.get(impl_name)
+        found = cls._impls.get(impl_name) if isinstance(impl_name, str) else None
         if found is None:
             names = cls.list_implementations()
             raise InvalidProblem(

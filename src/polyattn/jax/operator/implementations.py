@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import jax
 
-from polyattn.errors import UnknownBackend
-from polyattn.jax.attend import attention
+from polyattn.errors import InvalidProblem, UnknownBackend
+from polyattn.jax.attend import attention, attention_by_blocks
 from polyattn.jax.kit.layouts import to_bnth
+from polyattn.jax.operator.asked_backends import PLAIN, blocks_of, of_platform
 from polyattn.jax.operator.call_arguments import arguments
 from polyattn.jax.operator.impl import AttentionImpl
 from polyattn.jax.operator.impl_registry import AttentionRegistry
@@ -19,7 +20,7 @@ from polyattn.jax.operator.probabilities import attention_weights
 from polyattn.jax.sequence_parallel.hybrid import hybrid_attention
 from polyattn.jax.sequence_parallel.ring import ring_attention
 from polyattn.jax.sequence_parallel.ulysses import ulysses_attention
-from polyattn.jax.sharding.modes import GENERATION_MODES, check_mode
+from polyattn.jax.sharding.modes import AUTOREGRESSIVE, GENERATION_MODES, check_mode
 from polyattn.selection.registry import registry
 
 __all__ = [
@@ -83,26 +84,36 @@ class PolyattnImpl(AttentionImpl):
     ) -> AttentionOutput:
         call = arguments(self.metadata, query, key, value, **options)
         layout = call.options["layout"]
-        mode = self.get_mode(call.query, layout == "BTNH", mode) if layout != "packed" else mode
-        wanted = self._registered(device)
+        if layout != "packed":
+            mode = self.get_mode(call.query, layout == "BTNH", mode)
+        elif mode is not None:
+            check_mode(mode)
+        if return_weights and call.options["dropout_p"] > 0:
+            raise InvalidProblem(
+                "got return_weights with dropout, expected one of them: the weights are those "
+                "before entries are dropped, and would not give the output."
+            )
+        wanted, blocks = self._registered(device), blocks_of(self.metadata)
 
         def attend(q: Any, k: Any, v: Any, **given: Any) -> Any:
-            return attention(q, k, v, **given, return_lse=True, backend=wanted)
+            return attention_by_blocks(q, k, v, blocks, **given, backend=wanted)
 
-        out, lse = over_mesh(self.metadata, attend, call, mode)
+        # who is not asked for the log-sum-exp may be one that has none
+        out, lse = over_mesh(self.metadata, attend, call, mode, return_lse or return_weights)
         weights = None
         if return_weights:
             q, k = (to_bnth(x, layout) for x in (call.query, call.key))
             told = {name: call.options[name] for name in ("mask", "bias", "softcap")}
-            scale = call.options["scale"] or q.shape[-1] ** -0.5
+            scale = call.options["scale"]
+            told["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
             lifted = lse[None] if layout == "packed" else lse
-            weights = attention_weights(q, k, lifted, scale=scale, **told)
+            weights = attention_weights(q, k, lifted, **told)
         return AttentionOutput(weights, out, lse if return_lse else None)
 
     def _registered(self, device: str) -> tuple[str, ...]:
         """Return the backends of a device that there are, in order."""
         chosen = self.backends.get(device) or self.backends.get(_FAMILY.get(device, ""))
-        chosen = chosen or self.backends["native"]
+        chosen = of_platform(self.metadata, self.names[0], chosen or self.backends["native"])
         here = registry.names("jax")
         found = tuple(name for name in chosen if name in here)
         if not found:
@@ -150,8 +161,10 @@ for _names, _backends in ROWS:
 class SequenceParallelImpl(AttentionImpl):
     """Attention over a sequence that the mesh's sequence axis spreads; arrays are whole.
 
-    The axis is the metadata's `sequence_axis_name`. Takes what :class:`PolyattnImpl` takes but for
-    bias, dropout and packed rows, and `local`: the backend of what each device computes.
+    The axis is that of the metadata's partition axes, else its `sequence_axis_name`; batch and
+    heads are spread too. Takes what :class:`PolyattnImpl` takes but for bias, dropout and packed
+    rows, and `local`: the backend of what each device computes. In ``__autoregressive__`` the
+    query is one row, which cannot be spread: each device attends to the keys that it has.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -172,10 +185,29 @@ class SequenceParallelImpl(AttentionImpl):
         mode: str | None = None,
         **options: Any,
     ) -> AttentionOutput:
+        if sizes := blocks_of(self.metadata):
+            raise InvalidProblem(
+                f"got {sizes} for {self.names[0]!r}, whose steps choose their own, expected the "
+                "default sizes."
+            )
         call = arguments(self.metadata, query, key, value, **options)
-        self.get_mode(call.query, True, mode)
-        out, lse = spread_over(self.metadata, type(self).attend, call, local)
+        mode = self.get_mode(call.query, call.options["layout"] == "BTNH", mode)
+        if local is None and self.metadata.platform in ("jax", "xla", "pallas", "triton"):
+            local = of_platform(self.metadata, self.names[0], (*PLAIN, "pallas", "splash"))
+        if mode == AUTOREGRESSIVE:
+
+            def attend(q: Any, k: Any, v: Any, **given: Any) -> Any:
+                return attention(q, k, v, **given, backend=local)
+
+            out, lse = over_mesh(self.metadata, attend, call, mode, return_lse)
+        else:
+            more = {"backend": local, **self._steps()}
+            out, lse = spread_over(self.metadata, type(self).attend, call, mode, more)
         return AttentionOutput(None, out, lse if return_lse else None)
+
+    def _steps(self) -> dict[str, Any]:
+        """Return how the steps of a ring run, where there is one."""
+        return {"unroll": not self.metadata.scan_ring_attention}
 
 
 @AttentionRegistry.register
@@ -193,13 +225,25 @@ class UlyssesAttention(SequenceParallelImpl):
     names = ("ulysses",)
     attend = staticmethod(ulysses_attention)
 
+    def _steps(self) -> dict[str, Any]:
+        return {}
+
 
 @AttentionRegistry.register
 class HybridAttention(SequenceParallelImpl):
     """Ulysses within a ring; see :mod:`polyattn.jax.sequence_parallel.hybrid`.
 
-    The metadata's `sequence_axis_name` is two axes of the mesh: of the ring, and of the exchange.
+    The metadata's sequence axis is two axes of the mesh: of the ring, and of the exchange.
     """
 
     names = ("hybrid", "ring_ulysses")
     attend = staticmethod(hybrid_attention)
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        axis = self.metadata.sequence_axis
+        if not isinstance(axis, tuple) or len(axis) != 2:
+            raise InvalidProblem(
+                f"got the sequence axis {axis!r} for 'hybrid', expected two axes of the mesh: of "
+                "the ring and of the exchange, as sequence_axis_name=('ring', 'heads')."
+            )
+        return super().forward_native(*args, **kwargs)

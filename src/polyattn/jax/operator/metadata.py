@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from polyattn.errors import InvalidProblem, near_matches
-from polyattn.jax.operator.as_plain_data import described, restored
+from polyattn.errors import InvalidProblem
+from polyattn.jax.operator.as_plain_data import check_names, described, read_fields, read_json
+from polyattn.jax.operator.metadata_checks import (
+    axes_of_sequence,
+    dtype_named,
+    matched,
+    number,
+    one_of,
+    partition_axis,
+    size,
+    switch,
+)
 from polyattn.jax.sharding.axes import PartitionAxis
 from polyattn.jax.sharding.specs import AttnShardingRules, attention_specs
 
-__all__ = ["BACKENDS", "NOT_GIVEN", "AttentionMetadata"]
+__all__ = ["BACKENDS", "BLOCKS", "NOT_GIVEN", "PLATFORMS", "AttentionMetadata"]
 
 
 class _NotGiven:
@@ -29,13 +39,15 @@ class _NotGiven:
 
 NOT_GIVEN: Any = _NotGiven()
 BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
-_PLATFORMS = ("jax", "pallas", "triton", "xla", "cpu", "gpu", "tpu")
+PLATFORMS = ("jax", "pallas", "triton", "xla", "cpu", "gpu", "tpu")
 _DEFAULTS: dict[str, Any] = {
     "sequence_axis_name": "sp", "mesh": None, "platform": None, "backend": None,
     "partition_axis": None, "partition_manager": None, "scan_ring_attention": True,
     "softmax_scale": None, "soft_cap": None, "dropout_prob": 0.0, "blocksize_q": 512,
     "blocksize_k": 1024, "blocksize_b": 1,
 }  # fmt: skip
+BLOCKS = {name: _DEFAULTS[name] for name in ("blocksize_q", "blocksize_k")}
+"""The sizes of blocks that stand for none in particular: an implementation takes its own."""
 _PICKED_UP_AS = {"scan_ring_attention": "scan_attention_layers"}
 
 
@@ -44,13 +56,20 @@ class AttentionMetadata:
     """Configuration of attention operators; immutable, and right without a mesh.
 
     - `runtime_dtype`: what queries, keys and values are cast to; None leaves them.
-    - `runtime_softmax_dtype`: float32, which every backend computes the soft-max in, or float64.
+    - `runtime_softmax_dtype`: float32, which every backend computes the soft-max in at least;
+      float64 for calls in float64.
     - `mesh`: a ``jax.sharding.Mesh`` (or an AbstractMesh, for specs alone); None: one device.
-    - `backend`: cpu, gpu, cuda, rocm or tpu, which ``forward_*`` is called; None: where JAX is.
-    - `partition_axis`: mesh axes by dim; None: the defaults where the mesh has them.
-    - `sequence_axis_name`: over which axis of the mesh sequences lie; two for ``hybrid``.
+    - `backend`: cpu, gpu, cuda, rocm or tpu, where calls run and which ``forward_*`` is called;
+      None: where JAX is.
+    - `platform`: by what they run: pallas, triton (Pallas on GPUs), xla or jax (plain JAX); cpu,
+      gpu and tpu mean the backend.
+    - `partition_axis`: mesh axes by dim; None: those of `partition_manager.paxis` where there is
+      a manager, else the defaults where the mesh has them.
+    - `sequence_axis_name`: over which axis of the mesh sequences lie where `partition_axis` does
+      not say it; two for ``hybrid``. `scan_ring_attention`: False unrolls the steps of a ring.
     - `softmax_scale`: default 1/sqrt(H). `soft_cap`: of the scores. `dropout_prob`: on weights.
-    - `blocksize_q`, `blocksize_k`: of implementations that cut the call; `blocksize_b`: kept.
+    - `blocksize_q`, `blocksize_k`: rows and keys of a block, where a backend takes such (sizes
+      other than the default are refused by those that do not). `blocksize_b`: 1.
 
     What is not given comes from `base_config`, if it has an attribute of that name, else from the
     defaults. Raises :class:`~polyattn.errors.InvalidProblem` for values that mean nothing.
@@ -68,7 +87,7 @@ class AttentionMetadata:
     platform: Any = NOT_GIVEN
     backend: Any = NOT_GIVEN
     partition_axis: Any = NOT_GIVEN
-    partition_manager: Any = NOT_GIVEN
+    partition_manager: Any = field(default=NOT_GIVEN, compare=False, repr=False)
     base_config: Any = field(default=None, compare=False, repr=False)
     scan_ring_attention: bool = NOT_GIVEN
     softmax_scale: float | None = NOT_GIVEN
@@ -81,12 +100,10 @@ class AttentionMetadata:
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
             self.set_attrs_carefully(name, default, _PICKED_UP_AS.get(name))
-        object.__setattr__(self, "runtime_dtype", _dtype(self.runtime_dtype))
-        object.__setattr__(self, "runtime_softmax_dtype", _dtype(self.runtime_softmax_dtype))
-        object.__setattr__(self, "backend", _one_of("backend", self.backend, BACKENDS))
-        object.__setattr__(self, "platform", _one_of("platform", self.platform, _PLATFORMS))
-        if isinstance(self.sequence_axis_name, list):  # as JSON has it
-            object.__setattr__(self, "sequence_axis_name", tuple(self.sequence_axis_name))
+        for name, read in _READ.items():
+            object.__setattr__(self, name, read(name, getattr(self, name)))
+        axes = partition_axis(self.partition_axis, self.partition_manager)
+        object.__setattr__(self, "partition_axis", axes)
         self._check()
 
     def set_attrs_carefully(
@@ -105,7 +122,7 @@ class AttentionMetadata:
             return
         found, picked_up = NOT_GIVEN, pickup_name or attr_name
         if use_base_config and self.base_config is not None:
-            found = getattr(self.base_config, picked_up, NOT_GIVEN)
+            found = _of_config(self.base_config, picked_up, NOT_GIVEN)
         object.__setattr__(self, attr_name, default if found in (NOT_GIVEN, ...) else found)
 
     def _check(self) -> None:
@@ -114,22 +131,27 @@ class AttentionMetadata:
                 f"got runtime_softmax_dtype={self.runtime_softmax_dtype!r}, expected float32: "
                 "every backend computes the soft-max in float32 at least."
             )
-        for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InvalidProblem(f"got {name}={size!r}, expected a size of 1 or more.")
-        if not 0.0 <= float(self.dropout_prob) <= 1.0:
-            raise InvalidProblem(f"got dropout_prob={self.dropout_prob!r}, expected 0 to 1.")
-        if self.partition_axis is not None and not isinstance(self.partition_axis, PartitionAxis):
+        if self.blocksize_b != 1:
             raise InvalidProblem(
-                f"got partition_axis of type {type(self.partition_axis).__name__}, expected a "
-                "polyattn.jax.PartitionAxis."
+                f"got blocksize_b={self.blocksize_b}, expected 1: no implementation cuts the batch."
             )
         if self.mesh is not None and not hasattr(self.mesh, "axis_names"):
             raise InvalidProblem(
                 f"got mesh of type {type(self.mesh).__name__}, expected a jax.sharding.Mesh."
             )
+        matched(self.backend, self.platform)
         self.axes.names()
+
+    @property
+    def device(self) -> str | None:
+        """Where calls run: the backend, or the platform where that names a device; None: any."""
+        named = self.platform if self.platform in ("cpu", "gpu", "tpu") else None
+        return self.backend or named
+
+    @property
+    def sequence_axis(self) -> str | tuple[str, ...]:
+        """Over which axes the sequence lies: those of the partition axes, else by name."""
+        return self.axes.of("query_sequence") or self.sequence_axis_name
 
     @property
     def axes(self) -> PartitionAxis:
@@ -147,12 +169,12 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Return metadata whose other fields come from a model's configuration.
 
-        `config`: any object; of its attributes those named like a field are taken, ``attn_dtype``
-        as the runtime dtype.
+        `config`: any object, or a dict; of its attributes those named like a field are taken,
+        ``attn_dtype`` as the runtime dtype.
         """
         return cls(
-            runtime_dtype=getattr(config, "attn_dtype", None),
-            runtime_softmax_dtype=getattr(config, "attn_softmax_dtype", None) or "float32",
+            runtime_dtype=_of_config(config, "attn_dtype", None),
+            runtime_softmax_dtype=_of_config(config, "attn_softmax_dtype", None) or "float32",
             base_config=config,
             softmax_scale=softmax_scale,
             dropout_prob=dropout_prob,
@@ -180,24 +202,21 @@ class AttentionMetadata:
 
     def replace(self, **changes: Any) -> AttentionMetadata:
         """Return a copy with some fields changed."""
-        known = {one.name for one in dataclasses.fields(self)}
-        for name in changes:
-            if name not in known:
-                raise InvalidProblem(
-                    f"got the field {name!r}, expected one of {', '.join(sorted(known))}."
-                    f"{near_matches(name, known)}"
-                )
+        check_names(changes, type(self))
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; the base config, of which all is taken already, is left out."""
-        names = (one.name for one in dataclasses.fields(self) if one.name != "base_config")
+        """Return plain data.
+
+        The base config and the partition manager, of which all is taken already, are left out.
+        """
+        names = (one.name for one in dataclasses.fields(self) if one.name not in _TAKEN)
         return {name: described(getattr(self, name)) for name in names}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionMetadata:
         """Read what :meth:`to_dict` gives."""
-        return cls(**{name: restored(value) for name, value in data.items()})
+        return cls(**read_fields(data, cls))
 
     def to_json(self, **options: Any) -> str:
         """Return JSON; `options` are those of ``json.dumps``."""
@@ -206,28 +225,38 @@ class AttentionMetadata:
     @classmethod
     def from_json(cls, text: str) -> AttentionMetadata:
         """Read what :meth:`to_json` gives."""
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(read_json(text))
 
 
-def _dtype(value: Any) -> str | None:
-    if value is None:
-        return None
-    try:
-        return str(jnp.dtype(value).name)
-    except TypeError as error:
-        raise InvalidProblem(f"got the dtype {value!r}, expected one that JAX knows.") from error
+def _of_config(config: Any, name: str, default: Any) -> Any:
+    if isinstance(config, Mapping):
+        return config.get(name, default)
+    return getattr(config, name, default)
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> str | None:
-    """Return a name in lower case; enums are taken by their value or name."""
-    if value is None:
-        return None
-    text = str(getattr(value, "value", value)).lower()
-    if text not in known:
-        raise InvalidProblem(
-            f"got {name}={value!r}, expected one of {', '.join(known)}.{near_matches(text, known)}"
-        )
-    return text
+def _scale(name: str, value: Any) -> float | None:
+    return None if value is None else number(name, value, "a finite number", -math.inf)
 
+
+def _cap(name: str, value: Any) -> float | None:
+    return None if value is None else number(name, value, "a finite number above 0, or None", 0.0)
+
+
+_TAKEN = ("base_config", "partition_manager")
+_READ: dict[str, Callable[[str, Any], Any]] = {
+    "runtime_dtype": dtype_named,
+    "runtime_softmax_dtype": dtype_named,
+    "backend": lambda name, value: one_of(name, value, BACKENDS),
+    "platform": lambda name, value: one_of(name, value, PLATFORMS),
+    "sequence_axis_name": lambda name, value: axes_of_sequence(value),
+    "scan_ring_attention": switch,
+    "softmax_scale": _scale,
+    "soft_cap": _cap,
+    "dropout_prob": lambda name, value: number(name, value, "0 to 1", 0.0, 1.0),
+    "blocksize_q": size,
+    "blocksize_k": size,
+    "blocksize_b": size,
+}
+"""How each field is read that is not kept as it is."""
 
 jax.tree_util.register_static(AttentionMetadata)

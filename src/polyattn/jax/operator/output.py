@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from polyattn.jax.operator.as_plain_data import described, restored
+from polyattn.jax.operator.as_plain_data import check_names, described, read_fields, read_json
 
 __all__ = ["AttentionOutput"]
 
@@ -39,6 +39,7 @@ class AttentionOutput:
 
     def replace(self, **changes: Any) -> AttentionOutput:
         """Return a copy with some fields changed."""
+        check_names(changes, type(self))
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class AttentionOutput:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionOutput:
         """Read what :meth:`to_dict` gives."""
-        return cls(**{name: restored(value) for name, value in data.items()})
+        return cls(**read_fields(data, cls))
 
     def to_json(self, **options: Any) -> str:
         """Return JSON; `options` are those of ``json.dumps``."""
@@ -57,4 +58,4 @@ class AttentionOutput:
     @classmethod
     def from_json(cls, text: str) -> AttentionOutput:
         """Read what :meth:`to_json` gives."""
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(read_json(text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -11,156 +11,186 @@ from jax.sharding import PartitionSpec
 from polyattn.errors import InvalidProblem
 from polyattn.jax.operator.call_arguments import Arguments
 from polyattn.jax.operator.metadata import AttentionMetadata
+from polyattn.jax.operator.split_keys import over_split_keys
 from polyattn.jax.sharding.axes import Axis
-from polyattn.jax.sharding.modes import AUTOREGRESSIVE, TRAIN
-from polyattn.jax.sharding.specs import AttnShardingRules, attention_specs, check_divides, flat
+from polyattn.jax.sharding.key_heads import KeyHeads
+from polyattn.jax.sharding.modes import GENERATION_MODES, TRAIN
+from polyattn.jax.sharding.placing import placed, spec_of
+from polyattn.jax.sharding.specs import check_divides, flat, legal, ordered
 
-__all__ = ["over_mesh", "placed", "spread_over"]
+__all__ = ["devices_along", "devices_of", "over_mesh", "spread_over"]
 
 
 def over_mesh(
-    metadata: AttentionMetadata, attend: Callable[..., Any], call: Arguments, mode: str | None
-) -> tuple[jax.Array, jax.Array]:
+    metadata: AttentionMetadata,
+    attend: Callable[..., Any],
+    call: Arguments,
+    mode: str | None,
+    with_lse: bool,
+) -> tuple[jax.Array, Any]:
     """Return (out, lse): computed by ``shard_map`` where there is more than one device to share.
 
-    Batch and heads are spread; the sequence is whole on each device (spreading it is the work of
-    ring and Ulysses). Raises :class:`InvalidProblem` for sizes that do not divide.
+    `attend` takes `return_lse`; without it lse is None. Batch and query heads are spread as the
+    metadata says, and key heads go where they are read, wherever they were stored; the head dim is
+    whole on each device. The sequence is too, but for the keys of a cache (in generation), which
+    stay where they are. Spreading the rows is the work of ring and Ulysses. Raises
+    :class:`InvalidProblem` for sizes that do not divide.
     """
-    mesh = metadata.mesh
-    if mesh is None or not hasattr(mesh, "devices") or mesh.size == 1:
-        return attend(call.query, call.key, call.value, **call.options)  # type: ignore[no-any-return]
+    mesh = devices_of(metadata)
+    if mesh is None:
+        found = attend(call.query, call.key, call.value, **call.options, return_lse=with_lse)
+        return found if with_lse else (found, None)
     options = dict(call.options)
     arrays = {name: options.pop(name) for name in ("mask", "bias", "sinks", "dropout_key")}
-    rules = _whole_sequences(metadata, call, mode or TRAIN)
-    batch, head = _parts(rules, options["layout"])
-    for name, array, spec in (
-        ("query", call.query, rules.query), ("key", call.key, rules.key),
-        ("value", call.value, rules.value),
-    ):  # fmt: skip
-        check_divides(name, tuple(array.shape), spec, mesh)
     if arrays["dropout_key"] is not None:
         raise InvalidProblem(
             "got dropout on a mesh, expected none: each device would drop the same entries; fold "
             "the device's index into a key of your own under shard_map."
         )
-    specs = jax.tree_util.tree_map_with_path(lambda path, x: _spec(path, x, batch, head), arrays)
+    place = _place(metadata, call, mode or TRAIN)
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, x: spec_of(path, x, place.batch, place.head), arrays
+    )
 
     def shared(q: Any, k: Any, v: Any, arrays: Any) -> Any:
-        return attend(q, k, v, **options, **arrays)
+        k, v = (place.keys.mine(x, place.head_dim) for x in (k, v))
+        if place.parts > 1:
+            told = {"axis": place.key_axis, "devices": place.parts, "return_lse": True}
+            found = over_split_keys(attend, q, k, v, **told, **options, **arrays)
+            return found if with_lse else (found[0], None)
+        found = attend(q, k, v, **options, **arrays, return_lse=with_lse)
+        return found if with_lse else (found, None)
 
-    lse = PartitionSpec(batch, head, None)
-    lse = lse if options["layout"] != "packed" else PartitionSpec(head, None)
     run = jax.shard_map(
-        shared, mesh=mesh, in_specs=(rules.query, rules.key, rules.value, specs),
-        out_specs=(rules.output, lse), check_vma=False,
+        shared, mesh=mesh, in_specs=(*place.specs, specs),
+        out_specs=(place.out, place.lse if with_lse else None), check_vma=False,
     )  # fmt: skip
-    given = placed(mesh, (call.query, call.key, call.value, arrays), (*rules[1:4], specs))
+    given = placed(mesh, (call.query, call.key, call.value, arrays), (*place.specs, specs))
     return run(*given)  # type: ignore[no-any-return]
 
 
-def placed(mesh: Any, arrays: Any, specs: Any) -> Any:
-    """Return arrays that lie as their specs say, where the mesh makes that a part of their type."""
-    if not any("Explicit" in str(kind) for kind in getattr(mesh, "axis_types", ())):
-        return arrays
-    reshard = getattr(jax, "reshard", None) or jax.sharding.reshard
-    return jax.tree_util.tree_map(
-        lambda x, spec: reshard(x, jax.sharding.NamedSharding(mesh, spec)), arrays, specs
-    )
+def devices_along(mesh: Any, axis: Axis) -> int:
+    """Return how many devices an axis of a mesh has, or several together; 1 for none."""
+    count = 1
+    for name in flat(axis):
+        count *= int(mesh.shape[name])
+    return count
 
 
-def _whole_sequences(metadata: AttentionMetadata, call: Arguments, mode: str) -> AttnShardingRules:
-    layout = {"BTNH": "bthd", "BNTH": "bhtd", "packed": "thd"}[call.options["layout"]]
-    axes = metadata.axes
-    kept = type(axes)(**{
-        **axes.to_dict(), "sequence_axis": None, "query_sequence_axis": None,
-        "key_sequence_axis": None, "decode_query_sequence_axis": None,
-        "decode_key_sequence_axis": None,
-    })  # fmt: skip
-    heads = call.key.shape[2 if layout == "bthd" else 1]
-    spread = 1
-    for name in flat(kept.of("kv_head", mode == AUTOREGRESSIVE)):
-        spread *= int(metadata.mesh.shape[name])
-    if heads % spread:
-        raise InvalidProblem(
-            f"got {heads} key/value heads over {spread} devices of the axis "
-            f"{kept.of('kv_head')!r}, expected a multiple. Repeat them, or take the axis away with "
-            "PartitionAxis(head_axis=None, kv_head_axis=None)."
-        )
-    return attention_specs(kept, mode, layout)
+def devices_of(metadata: AttentionMetadata) -> Any:
+    """Return the metadata's mesh where it has several devices, else None.
 
-
-def _parts(rules: AttnShardingRules, layout: str) -> tuple[Axis, Axis]:
-    if layout == "packed":
-        return None, rules.query[1]
-    return rules.query[0], rules.query[2 if layout == "BTNH" else 1]
-
-
-def _spec(path: Any, x: Any, batch: Axis, head: Axis) -> PartitionSpec:
-    """Return where an array of a mask, a bias or the sinks lies: with its batch and its heads.
-
-    Told by the field that holds it: sizes that happen to be equal mean nothing.
+    Raises :class:`InvalidProblem` for a mesh of shapes alone, which nothing can run on.
     """
-    name = str(getattr(path[-1], "name", getattr(path[-1], "key", "")))
-    dims: list[Axis] = [None] * x.ndim
-    if name in ("q_lengths", "kv_lengths", "lengths"):
-        dims[0] = batch
-    elif name in ("q_ids", "kv_ids") and x.ndim == 2:
-        dims[0] = batch if x.shape[0] > 1 else None
-    elif name in ("mask", "bias"):  # which broadcast to (B, N, T, S)
-        for place, axis in ((-4, batch), (-3, head)):
-            if x.ndim >= -place and x.shape[place] > 1:
-                dims[place] = axis
-    elif name in ("indices", "counts", "bits"):
-        dims[0], dims[1] = (
-            axis if size > 1 else None for axis, size in zip((batch, head), x.shape, strict=False)
+    mesh = metadata.mesh
+    if mesh is None or mesh.size == 1:
+        return None
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise InvalidProblem(
+            f"got a call over {mesh}, which has no devices, expected a jax.sharding.Mesh: "
+            "metadata.replace(mesh=jax.make_mesh(...)). An AbstractMesh is for specs alone."
         )
-    elif name == "slopes":
-        dims[-1] = head
-        if x.ndim == 2 and x.shape[0] > 1:
-            dims[0] = batch
-    elif name == "sinks":
-        dims[0] = head
-    return PartitionSpec(*dims)
+    return mesh
+
+
+class _Place(NamedTuple):
+    """Where the arrays of a call lie while it is computed; keys in `parts` along `key_axis`."""
+
+    batch: Axis
+    head: Axis
+    keys: KeyHeads
+    head_dim: int
+    specs: tuple[PartitionSpec, PartitionSpec, PartitionSpec]
+    out: PartitionSpec
+    lse: PartitionSpec
+    key_axis: Axis
+    parts: int
+
+
+def _place(metadata: AttentionMetadata, call: Arguments, mode: str) -> _Place:
+    layout = {"BTNH": "bthd", "BNTH": "bhtd", "packed": "thd"}[call.options["layout"]]
+    generation, axes = mode in GENERATION_MODES, metadata.axes
+    batch = None if layout == "thd" else axes.of("batch", generation)
+    head, value_dim = axes.of("head", generation), axes.of("attention_kv_dim", generation)
+    head_dim = 2 if layout == "bthd" else 1
+    query = legal("query", ordered((batch, None, head, None), layout))
+    check_divides("query", tuple(call.query.shape), query, metadata.mesh)
+    keys = KeyHeads.of(metadata.mesh, head, call.query.shape[head_dim], call.key.shape[head_dim])
+    key_axis = axes.of("key_sequence", True) if generation and layout != "thd" else None
+    used = flat(batch) | flat(head) | flat(value_dim)
+    parts = devices_along(metadata.mesh, key_axis)
+    if flat(key_axis) & used or call.key.shape[3 - head_dim] % parts:
+        key_axis, parts = None, 1
+    # scores need the whole of the head dim; the columns of values are each computed by itself
+    key = legal("key", ordered((batch, key_axis, keys.axis, None), layout))
+    value = legal("value", ordered((batch, key_axis, keys.axis, value_dim), layout))
+    for name, array, spec in (("key", call.key, key), ("value", call.value, value)):
+        check_divides(name, tuple(array.shape), spec, metadata.mesh)
+    out = legal("output", ordered((batch, None, head, value_dim), layout))
+    lse = PartitionSpec(head, None) if layout == "thd" else PartitionSpec(batch, head, None)
+    return _Place(batch, head, keys, head_dim, (query, key, value), out, lse, key_axis, parts)
 
 
 def spread_over(
-    metadata: AttentionMetadata, attend: Callable[..., Any], call: Arguments, local: Any
+    metadata: AttentionMetadata,
+    attend: Callable[..., Any],
+    call: Arguments,
+    mode: str,
+    options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
     """Return (out, lse) of whole arrays, computed with the sequence spread over the mesh's axis.
 
-    Raises :class:`InvalidProblem` without a mesh that has the axis, and for what cannot be spread.
+    Batch and heads lie as the metadata says; `options` are more of `attend`'s. Raises
+    :class:`InvalidProblem` without a mesh that has the axis, and for what cannot be spread.
     """
-    mesh, axis, options = metadata.mesh, metadata.sequence_axis_name, dict(call.options)
-    if mesh is None or not hasattr(mesh, "devices") or {*flat(axis)} - {*mesh.axis_names}:
+    mesh, axis, given = metadata.mesh, metadata.sequence_axis, dict(call.options)
+    if mesh is None or {*flat(axis)} - {*mesh.axis_names}:
         here = "no mesh" if mesh is None else f"a mesh of {', '.join(mesh.axis_names)}"
         raise InvalidProblem(
             f"got {here}, expected a mesh with the sequence axis {axis!r}: "
             "AttentionMetadata(mesh=jax.make_mesh(...))."
         )
-    for name, wanted in (("bias", None), ("dropout_p", 0.0), ("layout", "BTNH")):
-        if options.pop(name) != wanted:
-            raise InvalidProblem(f"got {name} over a sequence that is spread, expected {wanted!r}.")
-    options.pop("dropout_key")
-    arrays = {name: options.pop(name) for name in ("mask", "sinks")}
-    rows = PartitionSpec(None, axis, None, None)
-    for name, array in (("query", call.query), ("key", call.key), ("value", call.value)):
-        check_divides(name, tuple(array.shape), rows, mesh)
-    specs = jax.tree_util.tree_map_with_path(lambda path, x: _of_rows(path, x, axis), arrays)
+    devices_of(metadata)
+    heads_second = given["layout"] == "BNTH"
+    for name, wanted in (("bias", (None,)), ("dropout_p", (0.0,)), ("layout", ("BTNH", "BNTH"))):
+        if given[name] not in wanted:
+            raise InvalidProblem(
+                f"got {name} over a sequence that is spread, expected {wanted[0]!r}."
+            )
+        given.pop(name)
+    given.pop("dropout_key")
+    arrays = {name: given.pop(name) for name in ("mask", "sinks")}
+    q, k, v = (x.swapaxes(1, 2) if heads_second else x for x in (call.query, call.key, call.value))
+    generation = mode in GENERATION_MODES
+    batch, head = (metadata.axes.of(name, generation) for name in ("batch", "head"))
+    rows = legal("query", (batch, axis, head, None))
+    check_divides("query", tuple(q.shape), rows, mesh)
+    keys = KeyHeads.of(mesh, head, q.shape[2], k.shape[2])
+    columns = legal("key", (batch, axis, keys.axis, None))
+    for name, array in (("key", k), ("value", v)):
+        check_divides(name, tuple(array.shape), columns, mesh)
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, x: _of_rows(path, x, batch, head, axis), arrays
+    )
 
     def shared(q: Any, k: Any, v: Any, arrays: Any) -> Any:
-        return attend(q, k, v, axis_name=axis, return_lse=True, backend=local, **options, **arrays)
+        k, v = keys.mine(k, 2), keys.mine(v, 2)
+        return attend(q, k, v, axis_name=axis, return_lse=True, **options, **given, **arrays)
 
+    places = rows, columns, columns, specs
     run = jax.shard_map(
-        shared, mesh=mesh, in_specs=(rows, rows, rows, specs),
-        out_specs=(rows, PartitionSpec(None, None, axis)), check_vma=False,
+        shared, mesh=mesh, in_specs=places, out_specs=(rows, PartitionSpec(batch, head, axis)),
+        check_vma=False,
     )  # fmt: skip
-    given = (call.query, call.key, call.value, arrays)
-    return run(*placed(mesh, given, (rows, rows, rows, specs)))  # type: ignore[no-any-return]
+    out, lse = run(*placed(mesh, (q, k, v, arrays), places))
+    return (out.swapaxes(1, 2) if heads_second else out), lse
 
 
-def _of_rows(path: Any, x: Any, axis: Any) -> PartitionSpec:
-    """Return where an array lies: ids with the rows that they are of, all else everywhere."""
+def _of_rows(path: Any, x: Any, batch: Axis, head: Axis, axis: Axis) -> PartitionSpec:
+    """Return where an array lies: ids with the rows that they are of, all else as in a call."""
     name = str(getattr(path[-1], "name", ""))
-    if name in ("q_ids", "kv_ids"):
-        return PartitionSpec(*(None,) * (x.ndim - 1), axis)
-    return PartitionSpec(*(None,) * x.ndim)
+    if name not in ("q_ids", "kv_ids"):
+        return spec_of(path, x, batch, head)
+    if x.ndim == 1:
+        return PartitionSpec(axis)
+    return PartitionSpec(batch if x.shape[0] > 1 else None, axis)

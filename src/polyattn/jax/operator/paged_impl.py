@@ -8,12 +8,16 @@ import jax
 from jax.sharding import PartitionSpec
 
 from polyattn.errors import InvalidProblem
+from polyattn.jax.operator.asked_backends import blocks_of, of_platform
+from polyattn.jax.operator.call_arguments import arrays_of, scale_of, sinks_of
 from polyattn.jax.operator.impl import AttentionImpl
 from polyattn.jax.operator.impl_registry import AttentionRegistry
 from polyattn.jax.operator.output import AttentionOutput
-from polyattn.jax.operator.over_mesh import placed
+from polyattn.jax.operator.over_mesh import devices_of
 from polyattn.jax.paged_call import paged_attention
-from polyattn.jax.sharding.modes import AUTOREGRESSIVE
+from polyattn.jax.sharding.key_heads import KeyHeads
+from polyattn.jax.sharding.modes import AUTOREGRESSIVE, check_mode
+from polyattn.jax.sharding.placing import placed
 from polyattn.jax.sharding.specs import check_divides
 from polyattn.masks import Causal, Mask
 
@@ -27,9 +31,10 @@ class PagedAttention(AttentionImpl):
     """Attention to keys in pages; see :func:`polyattn.jax.paged_attention` for the arrays.
 
     Takes the query, the pages of keys and of values, `block_table` and `lengths`, and as options
-    `mask`, `softmax_scale`, `logits_soft_cap`, `softmax_aux`, `return_lse`, `BTHD` and `backend`.
-    Over a mesh, sequences and heads are spread; each device has the pages of its heads, all of
-    them.
+    `mask`, `softmax_scale`, `logits_soft_cap`, `softmax_aux`, `return_lse`, `BTHD`, `mode` and
+    `backend`.
+    Over a mesh, sequences and heads are spread; each device has the pages of the key heads that
+    its query heads read, all of them.
     """
 
     @classmethod
@@ -55,11 +60,23 @@ class PagedAttention(AttentionImpl):
         return_lse: bool = False,
         BTHD: bool = True,
         backend: str | tuple[str, ...] | None = None,
+        mode: str | None = None,
     ) -> AttentionOutput:
         known = self.metadata
-        scale = known.softmax_scale if softmax_scale is None else softmax_scale
+        if mode is not None:
+            check_mode(mode)
+        if sizes := blocks_of(known):
+            raise InvalidProblem(
+                f"got {sizes} for keys in pages, whose blocks these are, expected the default."
+            )
+        query, key_pages, value_pages = arrays_of(
+            known, query=query, key_pages=key_pages, value_pages=value_pages
+        )
+        if backend is None and known.platform is not None:
+            backend = of_platform(known, "paged_attention", ("jax_paged_decode", "jax_reference"))
         options: dict[str, Any] = {
-            "mask": mask, "scale": scale, "layout": "BTNH" if BTHD else "BNTH",
+            "mask": mask, "scale": scale_of(known, softmax_scale),
+            "layout": "BTNH" if BTHD else "BNTH",
             "softcap": known.soft_cap if logits_soft_cap is None else logits_soft_cap,
             "return_lse": True, "backend": backend,
         }  # fmt: skip
@@ -67,34 +84,36 @@ class PagedAttention(AttentionImpl):
         def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> Any:
             return paged_attention(q, k, v, table, lengths, sinks=sinks, **options)
 
-        arrays = query, key_pages, value_pages, block_table, lengths, softmax_aux
+        sinks = sinks_of(softmax_aux)
+        arrays = query, key_pages, value_pages, block_table, lengths, sinks
         out, lse = self._over_mesh(attend, arrays, 2 if BTHD else 1)
         return AttentionOutput(None, out, lse if return_lse else None)
 
     def _over_mesh(self, attend: Any, arrays: tuple[Any, ...], head_dim: int) -> Any:
         """Run on each device's sequences and heads, where the metadata has a mesh."""
-        mesh = self.metadata.mesh
-        if mesh is None or not hasattr(mesh, "devices") or mesh.size == 1:
+        mesh = devices_of(self.metadata)
+        if mesh is None:
             return attend(*arrays)
         axes = self.metadata.axes
         batch, head = axes.of("batch", True), axes.of("head", True)
-        if axes.of("kv_head", True) != head:
-            raise InvalidProblem(
-                f"got query heads over {head!r} and key/value heads over "
-                f"{axes.of('kv_head', True)!r}, expected one axis for both: pages lie with the "
-                "heads that read them."
-            )
-        pages = PartitionSpec(*(head if dim == head_dim else None for dim in range(4)))
-        rows = PartitionSpec(batch, *pages[1:])
-        specs = (rows, pages, pages, PartitionSpec(batch, None), PartitionSpec(batch))
-        for name, array, spec in zip(("query", "key pages"), arrays, specs, strict=False):
+        rows = PartitionSpec(batch, *(head if dim == head_dim else None for dim in range(1, 4)))
+        for name, array in zip(("query", "key pages", "value pages"), arrays, strict=False):
             if array.ndim != 4:
                 raise InvalidProblem(f"got {name} of shape {array.shape}, expected four dims.")
-            check_divides(name, tuple(array.shape), spec, mesh)
+        check_divides("query", tuple(arrays[0].shape), rows, mesh)
+        heads, kv_heads = (int(x.shape[head_dim]) for x in arrays[:2])
+        keys = KeyHeads.of(mesh, head, heads, kv_heads)
+        pages = PartitionSpec(*(keys.axis if dim == head_dim else None for dim in range(4)))
+        of_sequences = PartitionSpec(batch, None), PartitionSpec(batch)
         sinks = arrays[5]
         of_sinks = None if sinks is None else PartitionSpec(head, *(None,) * (sinks.ndim - 1))
+        specs = (rows, pages, pages, *of_sequences, of_sinks)
+
+        def shared(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+            return attend(q, keys.mine(k, head_dim), keys.mine(v, head_dim), *rest)
+
         run = jax.shard_map(
-            attend, mesh=mesh, in_specs=(*specs, of_sinks),
+            shared, mesh=mesh, in_specs=specs,
             out_specs=(rows, PartitionSpec(batch, head, None)), check_vma=False,
         )  # fmt: skip
-        return run(*placed(mesh, arrays, (*specs, of_sinks)))
+        return run(*placed(mesh, arrays, specs))

@@ -32,6 +32,7 @@ def hybrid_attention(
     balance: str = "contiguous",
     return_lse: bool = False,
     backend: str | tuple[str, ...] | None = None,
+    unroll: bool = False,
 ) -> Any:
     """Compute attention over a sequence spread along two mesh axes, within ``jax.shard_map``.
 
@@ -59,7 +60,7 @@ def hybrid_attention(
     ring, exchange = axis_name
     inner = functools.partial(
         ring_attention, axis_name=ring, scale=scale, softcap=softcap, balance=balance,
-        backend=backend,
+        backend=backend, unroll=unroll,
     )  # fmt: skip
     out, lse = exchanged(inner, query, key, value, mask, sinks, exchange)
     return (out, lse) if return_lse else out

@@ -29,13 +29,14 @@ Array: TypeAlias = jax.Array
 class _Static(NamedTuple):
     """What a call is beside its arrays; hashable."""
 
-    axis: str
+    axis: str | tuple[str, ...]
     whole: Whole
     low: int | None
     high: int | None
     scale: float
     softcap: float | None
     backend: str | tuple[str, ...] | None
+    unroll: int
 
 
 class _Keys(NamedTuple):
@@ -59,7 +60,7 @@ def ring_attention(
     key: Array,
     value: Array,
     *,
-    axis_name: str = "sp",
+    axis_name: str | tuple[str, ...] = "sp",
     mask: Mask | None = None,
     sinks: Array | None = None,
     scale: float | None = None,
@@ -67,6 +68,7 @@ def ring_attention(
     balance: str = "contiguous",
     return_lse: bool = False,
     backend: str | tuple[str, ...] | None = None,
+    unroll: bool = False,
 ) -> Any:
     """Compute attention over a sequence spread along a mesh axis, within ``jax.shard_map``.
 
@@ -77,7 +79,7 @@ def ring_attention(
     :func:`~polyattn.jax.sequence_parallel.zigzag.to_zigzag`), which gives each device the same
     work under a causal mask. `sinks`, `scale`, `softcap`: as in :func:`polyattn.jax.attention`,
     which computes each step on `backend`, or on what it chooses. Steps of which nothing is seen
-    are skipped.
+    are skipped; `unroll` writes them out one by one instead of as a loop.
 
     Returns out (B, T / P, N, V), with `return_lse` also the log-sum-exp (B, N, T / P) float32. All
     of it has gradients. Raises :class:`~polyattn.errors.InvalidProblem` while tracing for an axis
@@ -102,7 +104,9 @@ def ring_attention(
         )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     names = tuple(backend) if isinstance(backend, list) else backend
-    static = _Static(axis_name, whole, parts.low, parts.high, scale, softcap, names)
+    static = _Static(
+        axis_name, whole, parts.low, parts.high, scale, softcap, names, devices if unroll else 1
+    )
     fixed = _Fixed(parts.q_ids, parts.q_lengths, parts.kv_lengths)
     out, lse = _ring(static, query, _Keys(key, value, _ids_of_keys(parts)), sinks, fixed)
     return (out, lse) if return_lse else out
@@ -243,7 +247,7 @@ def _joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arra
     return out.swapaxes(1, 2), lse  # type: ignore[union-attr]
 
 
-def _turn(axis: str, devices: int, x: Any) -> Any:
+def _turn(axis: Any, devices: int, x: Any) -> Any:
     """Hand everything on to the next device."""
     ring = [(i, (i + 1) % devices) for i in range(devices)]
     return jax.tree_util.tree_map(lambda leaf: jax.lax.ppermute(leaf, axis, ring), x)
@@ -266,7 +270,9 @@ def _around(
         sums = _joined(sums, _step(static, fixed, q, keys, rank, source))
         return (_turn(static.axis, devices, keys), sums), None
 
-    (_, (out, lse)), _ = jax.lax.scan(step, (keys, _nothing(q, keys.v)), jnp.arange(devices))
+    (_, (out, lse)), _ = jax.lax.scan(
+        step, (keys, _nothing(q, keys.v)), jnp.arange(devices), unroll=static.unroll
+    )
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
@@ -308,7 +314,7 @@ def _backward(static: _Static, kept: Any, given: tuple[Array, Array]) -> Any:
 
     zeros = tuple(jnp.zeros(x.shape, lse.dtype) for x in (keys.k, keys.v))
     begin = keys, zeros, jnp.zeros(q.shape, lse.dtype)
-    (_, (dk, dv), dq), _ = jax.lax.scan(step, begin, jnp.arange(devices))
+    (_, (dk, dv), dq), _ = jax.lax.scan(step, begin, jnp.arange(devices), unroll=static.unroll)
     dkeys = _Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype), None)
     return dq.astype(q.dtype), dkeys, _dsinks(sinks, lse, excess), None
 

@@ -37,4 +37,9 @@ def guess_mode(q: Any, BTHD: bool = True) -> str:
 
     A prompt of one token and a piece of a prompt look like something else: say the mode there.
     """
+    if getattr(q, "ndim", 0) != 4:
+        raise InvalidProblem(
+            f"got a query of shape {getattr(q, 'shape', None)}, expected four dims to guess the "
+            "mode from; say the mode."
+        )
     return AUTOREGRESSIVE if q.shape[1 if BTHD else 2] == 1 else TRAIN

@@ -10,7 +10,10 @@ from polyattn.errors import InvalidProblem
 from polyattn.jax.sharding.axes import Axis, PartitionAxis
 from polyattn.jax.sharding.modes import AUTOREGRESSIVE, GENERATION_MODES, check_mode
 
-__all__ = ["LAYOUTS", "AttnShardingRules", "attention_specs", "check_divides", "flat"]
+__all__ = [
+    "LAYOUTS", "AttnShardingRules", "attention_specs", "axis_names", "check_divides", "flat",
+    "legal", "ordered",
+]  # fmt: skip
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 
@@ -68,17 +71,17 @@ def attention_specs(
     columns = None if flat(at.kv_len) & flat(at.q_len) else at.kv_len
     aux = None
     if softmax_aux is not None:
-        aux = _legal("softmax_aux", (at.head, *(None,) * (softmax_aux.ndim - 1)))
+        aux = legal("softmax_aux", (at.head, *(None,) * (softmax_aux.ndim - 1)))
     return AttnShardingRules(
-        _legal("query", (at.batch, at.head, at.dim)),
-        _legal("query", _ordered(q, layout)),
-        _legal("key", _ordered(k, layout)),
-        _legal("value", _ordered(v, layout)),
-        _legal("bias", (at.batch, at.head, at.q_len, columns)),
-        _legal("mask", (at.batch, None, at.q_len, columns)),
-        _legal("output", _ordered(out, layout)),
-        _legal("q_segment_ids", (at.batch, at.q_len)),
-        _legal("kv_segment_ids", (at.batch, at.kv_len)),
+        legal("query", (at.batch, at.head, at.dim)),
+        legal("query", ordered(q, layout)),
+        legal("key", ordered(k, layout)),
+        legal("value", ordered(v, layout)),
+        legal("bias", (at.batch, at.head, at.q_len, columns)),
+        legal("mask", (at.batch, None, at.q_len, columns)),
+        legal("output", ordered(out, layout)),
+        legal("q_segment_ids", (at.batch, at.q_len)),
+        legal("kv_segment_ids", (at.batch, at.kv_len)),
         aux,
     )
 
@@ -98,11 +101,25 @@ def _dims(axes: PartitionAxis, mode: str, all_heads: bool) -> _Dims:
     )
 
 
-def _ordered(dims: tuple[Axis, ...], layout: str) -> tuple[Axis, ...]:
+def ordered(dims: tuple[Axis, ...], layout: str) -> tuple[Axis, ...]:
+    """Return the axes of (batch, length, heads, last) as a layout has them.
+
+    >>> ordered(("dp", None, "tp", None), "bhtd")
+    ('dp', 'tp', None, None)
+    """
     batch, length, heads, last = dims
     if layout == "thd":  # packed rows belong to sequences of any length: none is cut
         return None, heads, last
     return (batch, length, heads, last) if layout == "bthd" else (batch, heads, length, last)
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    """Return the names in an axis, in order.
+
+    >>> axis_names(("fsdp", "dp")), axis_names("tp"), axis_names(None)
+    (('fsdp', 'dp'), ('tp',), ())
+    """
+    return (axis,) if isinstance(axis, str) else axis or ()
 
 
 def flat(axis: Axis) -> frozenset[str]:
@@ -111,13 +128,14 @@ def flat(axis: Axis) -> frozenset[str]:
     >>> sorted(flat(("fsdp", "dp"))), flat(None)
     (['dp', 'fsdp'], frozenset())
     """
-    return frozenset((axis,) if isinstance(axis, str) else axis or ())
+    return frozenset(axis_names(axis))
 
 
-def _legal(name: str, dims: tuple[Axis, ...]) -> PartitionSpec:
+def legal(name: str, dims: tuple[Axis, ...]) -> PartitionSpec:
+    """Return the spec of an array's dims; raise :class:`InvalidProblem` for an axis twice."""
     seen: dict[str, int] = {}
     for place, axis in enumerate(dims):
-        for one in sorted(flat(axis)):
+        for one in axis_names(axis):
             if one in seen:
                 raise InvalidProblem(
                     f"got the mesh axis {one!r} for dims {seen[one]} and {place} of {name}, "

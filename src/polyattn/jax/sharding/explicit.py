@@ -1,0 +1,80 @@
+"""Arrays whose type says where they lie (a mesh of Explicit axes): each device computes its share.
+
+With such types JAX asks of every operation where its result lies, which kernels that split heads or
+call foreign code cannot say. The call as a whole can: batch and heads stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from polyattn.errors import InvalidProblem
+from polyattn.jax.sharding.axes import Axis
+from polyattn.jax.sharding.key_heads import KeyHeads
+from polyattn.jax.sharding.placing import placed, spec_of
+from polyattn.jax.sharding.specs import check_divides, legal, ordered
+
+__all__ = ["ExplicitPlace"]
+
+_LAYOUTS = {"BTNH": "bthd", "BNTH": "bhtd", "packed": "thd"}
+
+
+class ExplicitPlace(NamedTuple):
+    """The mesh of a call's query, and over which of its axes batch and heads lie."""
+
+    mesh: Any
+    batch: Axis
+    head: Axis
+    layout: str
+
+    @classmethod
+    def of(cls, query: Any, layout: Any) -> ExplicitPlace | None:
+        """Return where a query lies by its type; None where that is left to the compiler."""
+        if not isinstance(query, jax.Array) or layout not in _LAYOUTS:
+            return None
+        there = jax.typeof(query).sharding
+        mesh, spec = there.mesh, tuple(there.spec)
+        if not mesh.explicit_axes or not any(spec) or query.ndim != (3 if layout == "packed" else 4):
+            return None
+        if isinstance(getattr(query, "sharding", None), jax.sharding.NamedSharding):
+            concrete = query.sharding.mesh
+            mesh = concrete if isinstance(concrete, jax.sharding.Mesh) else mesh
+        head_dim = 2 if layout == "BTNH" else 1
+        return cls(mesh, None if layout == "packed" else spec[0], spec[head_dim], layout)
+
+    def run(
+        self, attend: Callable[..., Any], arrays: tuple[Any, Any, Any], options: Mapping[str, Any]
+    ) -> Any:
+        """Call `attend` on each device's share; the sequence and the head dim are whole there."""
+        query, key, _ = arrays
+        if options.get("dropout_p"):
+            raise InvalidProblem(
+                "got dropout on arrays over an Explicit mesh, expected none: each device would "
+                "drop the same entries; fold the device's index into a key under shard_map."
+            )
+        name, head_dim = _LAYOUTS[self.layout], 2 if self.layout == "BTNH" else 1
+        rows = legal("query", ordered((self.batch, None, self.head, None), name))
+        check_divides("query", tuple(query.shape), rows, self.mesh)
+        keys = KeyHeads.of(self.mesh, self.head, query.shape[head_dim], key.shape[head_dim])
+        columns = legal("key", ordered((self.batch, None, keys.axis, None), name))
+        given = {n: options[n] for n in ("mask", "bias", "sinks") if options.get(n) is not None}
+        rest = {n: x for n, x in options.items() if n not in given}
+        specs = jax.tree_util.tree_map_with_path(
+            lambda path, x: spec_of(path, x, self.batch, self.head), given
+        )
+        lse = PartitionSpec(self.head) if name == "thd" else PartitionSpec(self.batch, self.head)
+
+        def share(q: Any, k: Any, v: Any, given: Any) -> Any:
+            k, v = keys.mine(k, head_dim), keys.mine(v, head_dim)
+            return attend(q, k, v, **rest, **given)
+
+        places = rows, columns, columns, specs
+        run = jax.shard_map(
+            share, mesh=self.mesh, in_specs=places,
+            out_specs=(rows, lse) if options.get("return_lse") else rows, check_vma=False,
+        )  # fmt: skip
+        return run(*placed(self.mesh, (*arrays, given), places))
