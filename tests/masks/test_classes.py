@@ -7,7 +7,7 @@ import pytest
 
 import polyattn
 from polyattn import InvalidProblem, Mask
-from polyattn.masks import ALL_KINDS, LEAVES, STATIC_KINDS, And, BlockMap, Index, Or, Packed
+from polyattn.masks import ALL_KINDS, LEAVES, OPERATORS, STATIC_KINDS, And, BlockMap, Index, Packed
 from polyattn.masks.needs import Call, Sizes, dims_of
 from polyattn.masks.structure import structure_of
 from polyattn.native import encode
@@ -25,6 +25,9 @@ class Drawn:
 
     def lengths(self, shape, most):
         return self.draw.integers(0, most + 1, shape)
+
+    def starts(self, shape, most):
+        return self.lengths(shape, most)
 
     def ids(self, shape):
         return self.draw.integers(0, 3, shape)
@@ -53,8 +56,9 @@ def examples(kind):
 
 def test_the_kinds_are_those_of_the_classes():
     subclasses = {kind for kind in Mask.__subclasses__() if kind.__module__.startswith("polyattn.")}
-    assert set(LEAVES) == subclasses - {And.__base__}
-    assert {kind.__name__ for kind in (*LEAVES, And, Or)} == ALL_KINDS
+    subclasses |= set(And.__base__.__subclasses__())
+    assert {*LEAVES, *OPERATORS} == subclasses - {And.__base__}
+    assert {kind.__name__ for kind in (*LEAVES, *OPERATORS)} == ALL_KINDS
     assert STATIC_KINDS < ALL_KINDS
     assert all(getattr(polyattn, kind.__name__) is kind for kind in LEAVES)
 

@@ -7,9 +7,13 @@ from polyattn import (
     Alibi,
     BlockMap,
     Causal,
+    Chunked,
     Dense,
     DenseBias,
+    Dilated,
+    FirstKeys,
     Full,
+    LeftPadding,
     Packed,
     Padding,
     PrefixLM,
@@ -25,15 +29,20 @@ LEAVES = [
     Padding(kv_lengths=[1, 2]), Padding([1], [2]), Packed([0, 2, 5]), Segments([0, 0, 1]),
     Segments(np.zeros((2, 3), int), np.zeros((2, 4), int)), Dense([[True, False]]),
     Dense(np.ones((2, 1, 3, 4), bool)), Dense(np.array(True)),
+    LeftPadding([1, 2]), LeftPadding(None, [1]), Chunked(8192), Dilated(3), FirstKeys(0),
     BlockMap(64, 128, np.zeros((1, 1, 2, 3), int), np.zeros((1, 1, 2), int)),
 ]  # fmt: skip
 
 
 def printed(found):
     """Write a structure as the masks print themselves."""
+    if found.kind == "Not":
+        (part,) = found.parts
+        return f"~({printed(part)})" if part.kind in ("And", "Or") else f"~{printed(part)}"
     if found.parts:
         sign = {"And": " & ", "Or": " | "}[found.kind]
-        return sign.join(f"({printed(p)})" if p.parts else printed(p) for p in found.parts)
+        both = ("And", "Or")
+        return sign.join(f"({printed(p)})" if p.kind in both else printed(p) for p in found.parts)
     sizes = lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else repr(x)  # noqa: E731
     written = [sizes(x) for x in found.arguments]
     return (
@@ -59,6 +68,7 @@ def test_joined_masks_in_any_depth():
             (one | two) & three,
             one | (two & three),
             one & (two | one),
+            *(() if "Packed" in (one & two & three).kinds else (~one, ~(one & ~two) | ~three)),
         ):
             assert printed(structure_of(mask.signature)) == mask.signature
             assert MaskFacts.parse(mask.signature, mask.align) == MaskFacts.of(mask)

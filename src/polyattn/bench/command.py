@@ -11,6 +11,7 @@ from typing import Any
 from polyattn.bench.generate import bench_generate as generate
 from polyattn.bench.harm import bench_harm as harm
 from polyattn.bench.jax import bench_jax
+from polyattn.bench.models import bench_models
 from polyattn.bench.offload import bench_offload
 from polyattn.bench.trace import bench_trace as trace
 from polyattn.errors import MissingDependency, PolyattnError
@@ -28,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         commands = {
             "compare": _compare, "cpu": _cpu, "generate": generate.run, "growth": _growth,
-            "harm": harm.run, "jax": bench_jax.run, "offload": bench_offload.run,
-            "overhead": _overhead, "trace": trace.run,
+            "harm": harm.run, "jax": bench_jax.run, "models": bench_models.run,
+            "offload": bench_offload.run, "overhead": _overhead, "trace": trace.run,
         }  # fmt: skip
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     harm.add(kinds)
     generate.add(kinds)
     bench_jax.add(kinds)
+    bench_models.add(kinds)
     bench_offload.add(kinds)
     trace.add(kinds)
     compare = kinds.add_parser("compare", help="set two records side by side")

@@ -40,6 +40,9 @@ class _Shapes:
     def lengths(self, shape: Shape, most: int) -> _Array:
         return _Array(dims_of(shape))
 
+    def starts(self, shape: Shape, most: int) -> _Array:
+        return _Array(dims_of(shape))
+
     def ids(self, shape: Shape) -> _Array:
         return _Array(dims_of(shape))
 
@@ -98,13 +101,16 @@ def _mask(options: argparse.Namespace, dims: _Dims) -> Mask | None:
     if options.padding:
         masks.append(Padding.example(sizes, arrays))
     known = {name.lower(): kind for name, kind in MASKS.items()}
-    for name in options.mask:
+    for given in options.mask:
+        name = given.removeprefix("~")
         if name.lower() not in known:
             raise InvalidProblem(
-                f"got --mask {name!r}, expected one of {', '.join(MASKS)} (--causal and --window "
-                f"say more, --layout packed packs sequences).{near_matches(name, MASKS)}"
+                f"got --mask {given!r}, expected one of {', '.join(MASKS)}, or ~ and one of them "
+                "(--causal and --window say more, --layout packed packs sequences)."
+                f"{near_matches(name, MASKS)}"
             )
-        masks.append(known[name.lower()].example(sizes, arrays))
+        mask = known[name.lower()].example(sizes, arrays)
+        masks.append(mask if name == given else ~mask)
     if not masks:
         return None
     joined = masks[0]

@@ -21,7 +21,7 @@ __all__ = ["Case", "Tree"]
 Tree = tuple[Any, ...]
 """A mask as nested tuples: ``("and", ("Causal", "top_left"), ("Window", 3, None))``.
 
-Leaves: the name of a class of masks, and the numbers that its `draw` gives; none are those of the
+Also ``("not", tree)``. Leaves: the name of a class of masks, and the numbers that its `draw` gives; none are those of the
 example that explains the class.
 """
 

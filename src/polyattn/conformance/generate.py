@@ -108,12 +108,12 @@ def _mask(rng: Random) -> Tree | None:
     if kind < 0.55:
         return _leaf(rng, align)
     if kind < 0.8:
-        return ("and", *(_leaf(rng, align) for _ in range(2)))
+        return _turned(rng, ("and", *(_leaf(rng, align) for _ in range(2))))
     if kind < 0.9:
-        return ("or", *(_leaf(rng, align) for _ in range(2)))
+        return _turned(rng, ("or", *(_leaf(rng, align) for _ in range(2))))
     outer, inner = rng.choice((("and", "or"), ("or", "and")))
     a, b, c = (_leaf(rng, align) for _ in range(3))
-    return (outer, a, (inner, b, c))
+    return (outer, a, _turned(rng, (inner, b, c)))
 
 
 def _packed_mask(rng: Random) -> Tree | None:
@@ -125,11 +125,15 @@ def _packed_mask(rng: Random) -> Tree | None:
     if kind < 0.65:
         return _leaf(rng, align, packed=True)
     join = "and" if kind < 0.85 else "or"
-    return (join, *(_leaf(rng, align, packed=True) for _ in range(2)))
+    return _turned(rng, (join, *(_leaf(rng, align, packed=True) for _ in range(2))))
 
 
 def _leaf(rng: Random, align: Align, packed: bool = False) -> Tree:
     kind = rng.choice([kind for kind in _KINDS if kind.packs or not packed])
     if kind.only_align not in (None, align):
         kind = Causal
-    return (kind.__name__, *kind.draw(rng, align, packed))
+    return _turned(rng, (kind.__name__, *kind.draw(rng, align, packed)))
+
+
+def _turned(rng: Random, tree: Tree) -> Tree:
+    return ("not", tree) if rng.random() < 0.1 else tree

@@ -223,6 +223,8 @@ def _mask(case: Case) -> Mask | None:
 
 def _tree(tree: Tree, sizes: Sizes, arrays: _Random) -> Mask:
     name, *args = tree
+    if name == "not":
+        return ~_tree(args[0], sizes, arrays)
     if name in ("and", "or"):
         mask = _tree(args[0], sizes, arrays)
         for part in args[1:]:
@@ -233,7 +235,7 @@ def _tree(tree: Tree, sizes: Sizes, arrays: _Random) -> Mask:
     if name not in kinds:
         raise InvalidProblem(
             f"got a case with the mask {name!r}, expected one of {', '.join(kinds)}, joined by "
-            f'"and" and "or".{near_matches(name, kinds)}'
+            f'"and" and "or", or after "not".{near_matches(name, kinds)}'
         )
     return kinds[name].example(sizes, arrays, *args)
 
@@ -247,6 +249,8 @@ class _Random:
     def lengths(self, shape: Shape, most: int) -> Any:
         (count,), rng = dims_of(shape), self._rng
         return self._listed([rng.choice((0, most, rng.randint(0, most))) for _ in range(count)])
+
+    starts = lengths
 
     def ids(self, shape: Shape) -> Tensor:
         *rows, size = dims_of(shape)

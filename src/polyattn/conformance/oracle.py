@@ -18,7 +18,7 @@ from torch import Tensor
 from polyattn.conformance.byte_rounding import byte_rounding, multiplies_bytes
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs
-from polyattn.masks import And, BlockMap, Causal, Mask, Or, Packed
+from polyattn.masks import And, BlockMap, Causal, Mask, Not, Or, Packed
 from polyattn.masks.biases import Alibi
 
 __all__ = ["Answer", "allowed", "naive"]
@@ -71,6 +71,8 @@ def _numbers(payload: Any) -> Array:
 
 def _paint(mask: Mask, at: Place) -> Array:
     """Return (N, T, S) bool of one place."""
+    if isinstance(mask, Not):
+        return ~_paint(mask.member, at)
     if isinstance(mask, (And, Or)):
         picture = _paint(mask.parts[0], at)
         for part in mask.parts[1:]:
@@ -110,6 +112,35 @@ def _padding(mask: Any, at: Place, picture: Array) -> None:
     picture[:, :rows, :columns] = True
 
 
+def _left_padding(mask: Any, at: Place, picture: Array) -> None:
+    row = 0 if mask.q_starts is None else int(_numbers(mask.q_starts)[at.b])
+    column = 0 if mask.kv_starts is None else int(_numbers(mask.kv_starts)[at.b])
+    picture[:, row:, column:] = True
+
+
+def _chunks(mask: Any, at: Place, picture: Array) -> None:
+    begin = 0
+    while begin < at.s:  # chunk by chunk: the queries that stand in it see all of its keys
+        rows = [t for t in range(at.t) if begin <= t + at.offset < begin + mask.size]
+        picture[:, rows, begin : begin + mask.size] = True
+        begin += mask.size
+
+
+def _dilated(mask: Any, at: Place, picture: Array) -> None:
+    for t in range(at.t):
+        seen = t + at.offset
+        while seen >= mask.step:
+            seen -= mask.step
+        while seen < at.s:
+            if seen >= 0:
+                picture[:, t, seen] = True
+            seen += mask.step
+
+
+def _first_keys(mask: Any, at: Place, picture: Array) -> None:
+    picture[:, :, : mask.count] = True
+
+
 def _segments(mask: Any, at: Place, picture: Array) -> None:
     q_ids, k_ids = _numbers(mask.q_ids), _numbers(mask.kv_ids)
     q_row = q_ids if q_ids.ndim == 1 else q_ids[at.b if len(q_ids) > 1 else 0]
@@ -144,7 +175,8 @@ def _dense(mask: Any, at: Place, picture: Array) -> None:
 
 _LEAVES: dict[str, Any] = {
     "Full": _full, "Packed": _full, "Causal": _causal, "Window": _window, "Padding": _padding,
-    "Segments": _segments, "PrefixLM": _prefix, "BlockMap": _blocks, "Dense": _dense,
+    "LeftPadding": _left_padding, "Chunked": _chunks, "Dilated": _dilated,
+    "FirstKeys": _first_keys, "Segments": _segments, "PrefixLM": _prefix, "BlockMap": _blocks, "Dense": _dense,
 }  # fmt: skip
 
 

@@ -74,5 +74,5 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _subtrees(tree: Tree | None) -> Iterator[Tree]:
-    if tree is not None and tree[0] in ("and", "or"):
+    if tree is not None and tree[0] in ("and", "or", "not"):
         yield from tree[1:]

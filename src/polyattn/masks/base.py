@@ -1,4 +1,4 @@
-"""What all masks share: coordinates, joining with & and |, signatures, pictures."""
+"""What all masks share: coordinates, joining with &, | and ~, signatures, pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyattn.errors import InvalidProblem
 from polyattn.masks.needs import Arrays, Call, Sizes, Writer
 from polyattn.masks.payload import same
 
-__all__ = ["Align", "And", "Full", "Index", "Mask", "Or", "store"]
+__all__ = ["Align", "And", "Full", "Index", "Mask", "Not", "Or", "store"]
 
 Align = Literal["bottom_right", "top_left"]
 
@@ -60,6 +60,9 @@ class Mask:
     packs: ClassVar[bool] = True
     """Whether masks of this class have a meaning within each sequence of a packed row."""
 
+    by_length: ClassVar[bool] = False
+    """Whether `simplified` asks more of the lengths than which of them is longer."""
+
     weight: ClassVar[int] = 1
     """How often the fuzzer draws this class, beside the others."""
 
@@ -71,10 +74,14 @@ class Mask:
         """Allow what either allows."""
         return _join(Or, self, other)
 
+    def __invert__(self) -> Mask:
+        """Allow what this mask does not; ``~~mask`` is `mask`."""
+        return Not(self)
+
     def __bool__(self) -> bool:
         raise InvalidProblem(
-            f"got bool({self!r}), which has no meaning: expected masks joined with & and |, "
-            "not `and` and `or`; compare with `is None` to ask whether there is a mask."
+            f"got bool({self!r}), which has no meaning: expected masks joined with &, | and ~, "
+            "not `and`, `or` and `not`; compare with `is None` to ask whether there is a mask."
         )
 
     def __eq__(self, other: object) -> bool:
@@ -110,11 +117,19 @@ class Mask:
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that an And or Or joins; empty for a leaf."""
+        """The masks that an And, Or or Not is made of; empty for a leaf."""
         return ()
 
+    def of_parts(self, parts: tuple[Mask, ...]) -> Mask:
+        """Return what other masks in place of `parts` make, by the same sign."""
+        return self
+
+    def combined(self, allowed: Sequence[Any]) -> Any:
+        """Say what the whole allows, given what each of its `parts` does."""
+        raise NotImplementedError
+
     def leaves(self) -> tuple[Mask, ...]:
-        """All masks of the tree that are not And or Or."""
+        """All masks of the tree that are not And, Or or Not."""
         return tuple(leaf for part in self.parts for leaf in part.leaves()) or (self,)
 
     @property
@@ -140,6 +155,21 @@ class Mask:
         In these, None is unbounded. None in place of both: the mask is no such band.
         """
         return None
+
+    def simplified(self, q_len: int, kv_len: int, offset: int) -> Mask:
+        """Return an equal mask for these lengths, as simple as the law of this leaf makes it.
+
+        `offset`: the key that query 0 stands at.
+        """
+        return self
+
+    def range_of_keys(self, first: int, last: int) -> tuple[int | None, int | None]:
+        """Return the first key and the end of those that queries at `first` to `last` may see.
+
+        None is no bound; `first` and `last` are the keys that the queries stand at.
+        """
+        low, high = self.band or (None, None)
+        return None if low is None else first + low, None if high is None else last + high + 1
 
     def write(self, to: Writer) -> None:
         """Write this leaf as terms of the native kernels; unless it says how, it has none."""
@@ -233,18 +263,23 @@ class Joined(Mask):
 
     @property
     def signature(self) -> str:
-        # not repr(), which torch 2.9 cannot trace
-        return self.sign.join(f"({p.signature})" if p.parts else p.signature for p in self.members)
+        return self.sign.join(map(_bracketed, self.members))
 
     @property
     def align(self) -> Align | None:
         return _alignment(self.members)
 
+    def of_parts(self, parts: tuple[Mask, ...]) -> Mask:
+        return type(self)(parts)
+
+    def combined(self, allowed: Sequence[Any]) -> Any:
+        first, *others = allowed
+        for other in others:
+            first = self.both(first, other)
+        return first
+
     def allows(self, ix: Index) -> Any:
-        allowed = self.members[0].allows(ix)
-        for part in self.members[1:]:
-            allowed = self.both(allowed, part.allows(ix))
-        return allowed
+        return self.combined([part.allows(ix) for part in self.members])
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return type(self)(tuple(part.map(change) for part in self.members))
@@ -264,6 +299,86 @@ class Or(Joined):
     both = staticmethod(operator.or_)
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class Not(Mask):
+    """What its member does not allow; written ``~mask``.
+
+    Positions are those of the member: ``~Causal("top_left")`` is measured top-left. Packed
+    sequences are a layout, and stay outside: ``Packed(...) & ~mask``.
+
+    >>> from polyattn import Causal, Window
+    >>> print((Causal() & ~Window(left=1)).picture(3, 5))
+    #....
+    ##...
+    ###..
+    >>> ~~Causal() == Causal(), ~Full()
+    (True, ~Full())
+    """
+
+    member: Mask
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.member, Mask):
+            raise InvalidProblem(
+                f"got Not of a {type(self.member).__name__}, expected a mask; wrap a boolean "
+                "array as Dense(array)."
+            )
+        if "Packed" in self.member.kinds:
+            raise InvalidProblem(
+                f"got ~({self.member!r}), expected a mask without Packed, which says where "
+                "sequences lie; join it from outside: Packed(...) & ~mask."
+            )
+
+    def __invert__(self) -> Mask:
+        return self.member
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.member,)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.member,)
+
+    def of_parts(self, parts: tuple[Mask, ...]) -> Mask:
+        return Not(*parts)
+
+    def combined(self, allowed: Sequence[Any]) -> Any:
+        (member,) = allowed
+        return not member if isinstance(member, bool) else ~member
+
+    @property
+    def signature(self) -> str:
+        return f"~{_bracketed(self.member)}"
+
+    @property
+    def align(self) -> Align | None:
+        return self.member.align
+
+    def allows(self, ix: Index) -> Any:
+        return self.combined([self.member.allows(ix)])
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        return Not(self.member.map(change))
+
+    @property
+    def band(self) -> tuple[int | None, int | None] | None:
+        low, high = self.member.band or (None, None)
+        if low is None and high is not None:
+            return high + 1, None
+        return (None, low - 1) if low is not None and high is None else None
+
+
+def _bracketed(mask: Mask) -> str:
+    # not repr(), which torch 2.9 cannot trace
+    return f"({mask.signature})" if isinstance(mask, Joined) else mask.signature
+
+
+def is_nothing(mask: Mask) -> bool:
+    """Say whether it is ``~Full()``, by which no query attends any key."""
+    return isinstance(mask, Not) and isinstance(mask.member, Full)
+
+
 def _join(how: type[And] | type[Or], left: Mask, right: object) -> Mask:
     """Flatten, drop what the laws of & and | make superfluous, and check the alignments."""
     if not isinstance(right, Mask):
@@ -272,16 +387,20 @@ def _join(how: type[And] | type[Or], left: Mask, right: object) -> Mask:
             "wrap a boolean array as Dense(array)."
         )
     members: list[Mask] = []
+    neutral: Mask = Full()
     for mask in (left, right):
         for part in mask.parts if isinstance(mask, how) else (mask,):
             if isinstance(part, Full):
                 if how is Or:
                     return Full()
                 continue
+            if how is Or and is_nothing(part):
+                neutral = part
+                continue
             if not any(part is seen or _is_alike(part, seen) for seen in members):
                 members.append(part)
     if len(members) < 2:
-        return members[0] if members else Full()
+        return members[0] if members else neutral
     _alignment(tuple(members))
     return how(tuple(members))
 

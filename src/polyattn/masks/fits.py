@@ -13,19 +13,22 @@ __all__ = ["broadcasts", "fits", "misfit"]
 _FEW = 256
 
 
-def fits(owner: Any, lengths: Any, call: Call, most: int) -> None:
-    """Check lengths, one for each batch entry or sequence, of 0 to `most`; None is no lengths."""
+def fits(owner: Any, lengths: Any, call: Call, most: int, what: str = "length") -> None:
+    """Check lengths, one for each batch entry or sequence, of 0 to `most`; None is no lengths.
+
+    `what` one of them is called in an error.
+    """
     if lengths is None:
         return
     shape = (call.batch,)
     if shape_of(lengths) != shape:
-        misfit(owner, shape_of(lengths), f"{shape}, one length for each batch entry or sequence")
+        misfit(owner, shape_of(lengths), f"{shape}, one {what} for each batch entry or sequence")
     read = call.known(lengths)
     if read is not None and not call.packed and read.shape[0]:
         low, high = _ends(read)
         if low < 0 or high > most:
             raise InvalidProblem(
-                f"got {owner!r} with lengths from {low} to {high}, expected 0 to {most}."
+                f"got {owner!r} with {what}s from {low} to {high}, expected 0 to {most}."
             )
 
 

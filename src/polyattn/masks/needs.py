@@ -39,6 +39,9 @@ class Arrays(Protocol):
     def lengths(self, shape: Shape, most: int) -> Any:
         """Return one length of 0 to `most` for each batch entry or sequence."""
 
+    def starts(self, shape: Shape, most: int) -> Any:
+        """Return where each batch entry or sequence begins after its padding, 0 to `most`."""
+
     def ids(self, shape: Shape) -> Any:
         """Return the number of the segment of each token."""
 

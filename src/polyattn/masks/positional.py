@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Align, Index, Mask, store
+from polyattn.masks.base import Align, Full, Index, Mask, store
 from polyattn.masks.fits import fits
 from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
 from polyattn.masks.payload import at, describe, integers
@@ -57,6 +57,9 @@ class Causal(Mask):
     def allows(self, ix: Index) -> Any:
         return ix.j <= ix.diagonal
 
+    def simplified(self, q_len: int, kv_len: int, offset: int) -> Mask:
+        return Full() if kv_len - 1 <= offset else self
+
     @property
     def band(self) -> tuple[int | None, int | None]:
         return None, 0
@@ -93,6 +96,7 @@ class Window(Mask):
                 )
 
     static = True
+    by_length = True
     weight = 2
 
     @property
@@ -110,6 +114,14 @@ class Window(Mask):
         if self.right is not None:
             allowed = allowed & (ix.j <= ix.diagonal + self.right)
         return allowed
+
+    def simplified(self, q_len: int, kv_len: int, offset: int) -> Mask:
+        left, right = self.left, self.right
+        if left is not None and left >= q_len - 1 + offset:
+            left = None
+        if right is not None and right >= kv_len - 1 - offset:
+            right = None
+        return Full() if left is None and right is None else Window(left, right)
 
     @property
     def band(self) -> tuple[int | None, int | None]:

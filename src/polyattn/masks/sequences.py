@@ -13,7 +13,7 @@ from polyattn.masks.fits import fits, misfit
 from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
 from polyattn.masks.payload import at, describe, integers, shape_of
 
-__all__ = ["Packed", "Padding", "Segments"]
+__all__ = ["LeftPadding", "Packed", "Padding", "Segments"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -84,6 +84,72 @@ class Padding(Mask):
         return cls(
             None if q is None else arrays.lengths(q, sizes.t),
             None if kv is None else arrays.lengths(kv, sizes.s),
+        )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LeftPadding(Mask):
+    """Queries and keys before a start are masked; the output of such queries is 0.
+
+    `q_starts`, `kv_starts`: (B,) integers, or None for no padding on that side: how many tokens of
+    padding each batch entry begins with.
+
+    >>> print(LeftPadding(kv_starts=[1]).picture(2, 4))
+    .###
+    .###
+    >>> print((~LeftPadding(q_starts=[1], kv_starts=[2])).picture())
+    ####
+    ##..
+    ##..
+    ##..
+    """
+
+    q_starts: Any = None
+    kv_starts: Any = None
+
+    takes_align = False
+
+    def __post_init__(self) -> None:
+        for name in ("q_starts", "kv_starts"):
+            what = f"LeftPadding({name}=...)"
+            store(self, name, integers(what, getattr(self, name), (1,), "(B,)"))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.q_starts, self.kv_starts)
+
+    @property
+    def signature(self) -> str:
+        return f"LeftPadding(q={describe(self.q_starts)}, kv={describe(self.kv_starts)})"
+
+    def allows(self, ix: Index) -> Any:
+        allowed = (ix.t >= 0) & (ix.j >= 0)
+        if self.q_starts is not None:
+            allowed = allowed & (ix.t >= at(self.q_starts, ix.b))
+        if self.kv_starts is not None:
+            allowed = allowed & (ix.j >= at(self.kv_starts, ix.b))
+        return allowed
+
+    def map(self, change: Callable[[str, Any], Any]) -> Mask:
+        return LeftPadding(change("q_starts", self.q_starts), change("kv_starts", self.kv_starts))
+
+    def check(self, call: Call) -> None:
+        fits(self, self.q_starts, call, call.q_len, "start")
+        fits(self, self.kv_starts, call, call.kv_len, "start")
+
+    @classmethod
+    def draw(cls, rng: Random, align: Align, packed: bool) -> tuple[Any, ...]:
+        return rng.choice(((True, True), (False, True), (True, False)))
+
+    @classmethod
+    def brackets(cls, sizes: Sizes, queries: bool = False, keys: bool = True) -> tuple[Any, ...]:
+        return tuple(sizes.b if on else None for on in (queries, keys))
+
+    @classmethod
+    def filled(cls, sizes: Sizes, arrays: Arrays, q: Shape | None, kv: Shape | None) -> Mask:
+        return cls(
+            None if q is None else arrays.starts(q, sizes.t),
+            None if kv is None else arrays.starts(kv, sizes.s),
         )
 
 

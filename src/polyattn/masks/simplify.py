@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polyattn.masks import And, Causal, Full, Mask, Or, Window
+from polyattn.masks import And, Causal, Chunked, Dilated, Full, Mask, Not, Window
+from polyattn.masks.base import is_nothing
 
 __all__ = ["key_range", "sees_every_row", "simplify"]
 
@@ -14,6 +15,8 @@ def simplify(mask: Mask | None, q_len: int, kv_len: int) -> Mask | None:
 
     >>> simplify(Causal(), 4, 4), simplify(Causal(), 1, 9), simplify(Window(left=9), 4, 4)
     (Causal('top_left'), None, None)
+    >>> simplify(Chunked(8) & Causal(), 1, 9), simplify(Chunked(8) & Causal(), 8, 8)
+    (Chunked(8), Causal('top_left'))
     """
     if mask is None:
         return None
@@ -29,24 +32,20 @@ def simplify(mask: Mask | None, q_len: int, kv_len: int) -> Mask | None:
 
 
 def _simplify(mask: Mask, q_len: int, kv_len: int, offset: int, rename: bool) -> Mask:
-    if isinstance(mask, (And, Or)):
-        parts = [_simplify(part, q_len, kv_len, offset, rename) for part in mask.parts]
-        joined = parts[0]
-        for part in parts[1:]:
-            joined = joined & part if isinstance(mask, And) else joined | part
-        return joined
-    if isinstance(mask, Causal):
-        if kv_len - 1 <= offset:
-            return Full()
-        return Causal("top_left") if rename else mask
-    if isinstance(mask, Window):
-        left, right = mask.left, mask.right
-        if left is not None and left >= q_len - 1 + offset:
-            left = None
-        if right is not None and right >= kv_len - 1 - offset:
-            right = None
-        return Full() if left is None and right is None else Window(left, right)
-    return mask
+    if not mask.parts:
+        simple = mask.simplified(q_len, kv_len, offset)
+        return Causal("top_left") if rename and isinstance(simple, Causal) else simple
+    parts = [_simplify(part, q_len, kv_len, offset, rename) for part in mask.parts]
+    if isinstance(mask, Not):
+        return parts[0].__invert__()  # which a compiler follows, unlike the sign
+    if isinstance(mask, And):
+        for part in parts:
+            if is_nothing(part):
+                return part
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = joined & part if isinstance(mask, And) else joined | part
+    return joined
 
 
 def key_range(mask: Mask | None, q_len: int, kv_len: int) -> tuple[int, int]:
@@ -54,19 +53,17 @@ def key_range(mask: Mask | None, q_len: int, kv_len: int) -> tuple[int, int]:
 
     >>> key_range(Causal("top_left"), 2, 5), key_range(Window(left=1), 2, 5)
     ((0, 2), (2, 5))
+    >>> key_range(Chunked(4) & Causal(), 1, 10), key_range(~Causal("top_left"), 2, 5)
+    ((8, 10), (1, 5))
     """
     low, high = 0, kv_len
     if mask is None:
         return low, high
-    offset = 0 if mask.align == "top_left" else kv_len - q_len
+    first = 0 if mask.align == "top_left" else kv_len - q_len
     for part in mask.parts if isinstance(mask, And) else (mask,):
-        if isinstance(part, Causal):
-            high = min(high, q_len + offset)
-        elif isinstance(part, Window):
-            if part.left is not None:
-                low = max(low, offset - part.left)
-            if part.right is not None:
-                high = min(high, q_len + offset + part.right)
+        least, end = part.range_of_keys(first, first + q_len - 1)
+        low = low if least is None else max(low, least)
+        high = high if end is None else min(high, end)
     return min(low, kv_len), max(high, 0)
 
 
@@ -80,9 +77,12 @@ def sees_every_row(mask: Mask | None, q_len: int, kv_len: int) -> bool:
         return kv_len > 0
     offset = 0 if mask.align == "top_left" else kv_len - q_len
     parts = mask.parts if isinstance(mask, And) else (mask,)
-    if not all(isinstance(part, (Causal, Window)) for part in parts):
+    if not all(isinstance(part, _SEE_THEMSELVES) for part in parts):
         return False
     return kv_len > 0 and offset >= 0 and (q_len - 1 + offset < kv_len or _all_causal(parts))
+
+
+_SEE_THEMSELVES = (Causal, Window, Chunked, Dilated)
 
 
 def _all_causal(parts: tuple[Mask, ...]) -> bool:

@@ -24,7 +24,7 @@ _JOINED = {ast.BitAnd: "And", ast.BitOr: "Or"}
 
 
 class Structure(NamedTuple):
-    """A mask or bias: its class, what is in the brackets, and the masks that it joins.
+    """A mask or bias: its class, what is in the brackets, and the masks that it is made of.
 
     In `arguments` and `named` are numbers, names (of alignments and dtypes) and the sizes of
     arrays: a tuple, or a number where there is one dim.
@@ -40,7 +40,7 @@ class Structure(NamedTuple):
     parts: tuple[Structure, ...] = ()
 
     def leaves(self) -> Iterator[Structure]:
-        """Yield what is no And or Or, in the printed order."""
+        """Yield what is no And, Or or Not, in the printed order."""
         if self.parts:
             for part in self.parts:
                 yield from part.leaves()
@@ -72,6 +72,8 @@ def _structure(node: ast.expr) -> Structure:
         left, right = _structure(node.left), _structure(node.right)
         first = left.parts if left.kind == kind else (left,)
         return Structure(kind, parts=(*first, right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return Structure("Not", parts=(_structure(node.operand),))
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         raise ValueError(ast.unparse(node))
     named = {str(word.arg): _value(word.value) for word in node.keywords}

@@ -65,6 +65,8 @@ def _fitting(real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _made(mask: Structure, sizes: Sizes, arrays: _MadeUp) -> Mask:
+    if mask.kind == "Not":
+        return ~_made(mask.parts[0], sizes, arrays)
     if mask.parts:
         join = operator.and_ if mask.kind == "And" else operator.or_
         return functools.reduce(join, (_made(part, sizes, arrays) for part in mask.parts))
@@ -84,6 +86,9 @@ class _MadeUp:
         low = max(1, most // 2) if most else 0
         drawn = torch.randint(low, most + 1, dims_of(shape), generator=self._generator)
         return drawn.to(torch.int32)
+
+    def starts(self, shape: Shape, most: int) -> Tensor:
+        return most - self.lengths(shape, most)
 
     def ids(self, shape: Shape) -> Tensor:
         dims, parts = dims_of(shape), 4

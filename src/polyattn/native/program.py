@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from polyattn.masks import And, BlockMap, Mask, Packed
+from polyattn.masks import And, BlockMap, Mask, Not, Packed
 
 __all__ = [
     "MOST_DEPTH",
@@ -148,7 +148,9 @@ class _Writer:
             if low > -UNBOUNDED or high < UNBOUNDED:
                 self._term(BAND, low, high, self._bottom_right)
         for part in parts:
-            if part.parts:
+            if isinstance(part, Not):
+                self.unknown()
+            elif part.parts:
                 self.joined(part.parts, BOTH if isinstance(part, And) else EITHER)
             else:
                 part.write(self)

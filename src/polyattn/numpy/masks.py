@@ -81,7 +81,7 @@ def _materialise(mask: Mask, lengths: Lengths) -> Array:
 def _with_bits(mask: Mask, kv_len: int) -> Mask:
     """Return `mask` with every BlockMap given its bit map, so that it can be asked anywhere."""
     if mask.parts:
-        return type(mask)(tuple(_with_bits(part, kv_len) for part in mask.parts))  # type: ignore[call-arg]
+        return mask.of_parts(tuple(_with_bits(part, kv_len) for part in mask.parts))
     if isinstance(mask, BlockMap):
         bits = _block_bits(mask, kv_len)
         return BlockMap(mask.block_q, mask.block_k, mask.indices, mask.counts, bits)

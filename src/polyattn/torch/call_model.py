@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.masks import BlockMap, Dense, Mask, Packed
+from polyattn.masks import BlockMap, Dense, Mask, Not, Packed
 from polyattn.masks.biases import Bias
 from polyattn.masks.payload import shape_of
 from polyattn.masks.simplify import simplify
@@ -250,6 +250,8 @@ class _Names:
 
     def holder(self, x: Any) -> Any:
         if isinstance(x, Mask):
+            if isinstance(x, Not):
+                return (type(x), (self.holder(x.member),))
             if x.parts:
                 return (type(x), (tuple([self.holder(part) for part in x.parts]),))
             if isinstance(x, BlockMap):

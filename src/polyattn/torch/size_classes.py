@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from polyattn.masks import Mask
+from polyattn.masks import KINDS_BY_LENGTH, Mask
 from polyattn.masks.simplify import simplify
 
 __all__ = ["FEWEST", "LAYOUTS", "Span", "size_class", "span_of"]
@@ -68,7 +68,7 @@ def span_of(mask: Mask | None, q_len: int, kv_len: int) -> Span | None:
     """
     high = _up(kv_len)
     low = max(high // 2 + 1, FEWEST)
-    if mask is None or "Window" not in mask.kinds:
+    if mask is None or mask.kinds.isdisjoint(KINDS_BY_LENGTH):
         return Span(low, high)
     if q_len == kv_len:
         return _same(mask, low, high, kv_len, lambda s: (s, s))

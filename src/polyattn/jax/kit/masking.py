@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed
+from polyattn.masks import BlockMap, Dense, Index, Mask, Packed
 from polyattn.masks.biases import Alibi, Bias
 
 __all__ = [
@@ -86,10 +86,7 @@ def allowed(
 
 def _dense(mask: Mask, dims: Dims, index: Index, rows: jax.Array, columns: jax.Array) -> jax.Array:
     if mask.parts:
-        first, *others = (_dense(part, dims, index, rows, columns) for part in mask.parts)
-        for other in others:
-            first = first & other if isinstance(mask, And) else first | other
-        return first
+        return mask.combined([_dense(part, dims, index, rows, columns) for part in mask.parts])
     if isinstance(mask, Dense):
         return _part(_four_dims(mask.mask), rows, columns)
     return _four_dims(jnp.asarray(expand_blocks(mask, dims.kv_len).allows(index)))
@@ -129,7 +126,7 @@ def _four_dims(x: jax.Array) -> jax.Array:
 def expand_blocks(mask: Mask, kv_len: int) -> Mask:
     """Return `mask` with every BlockMap given its bit map, so that it can be asked anywhere."""
     if mask.parts:
-        return type(mask)(tuple(expand_blocks(part, kv_len) for part in mask.parts))  # type: ignore[call-arg]
+        return mask.of_parts(tuple(expand_blocks(part, kv_len) for part in mask.parts))
     if isinstance(mask, BlockMap) and mask.bits is None:
         bits = _block_bits(mask, kv_len)
         return BlockMap(mask.block_q, mask.block_k, mask.indices, mask.counts, bits)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from polyattn.masks import LEAVES, And, Full, Mask, Or
+from polyattn.masks import LEAVES, OPERATORS, Mask
 from polyattn.masks.biases import Alibi, Bias, DenseBias
 
 __all__ = ["ensure_pytree"]
@@ -75,6 +75,6 @@ def _made(cls: type, aux: tuple[Any, ...], leaves: Any) -> Any:
     return made
 
 
-for _cls in (*LEAVES, And, Or, Full, Alibi, DenseBias):
+for _cls in (*LEAVES, *OPERATORS, Alibi, DenseBias):
     if _cls not in _known:
         _register(_cls)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.masks import And, BlockMap, Dense, Index, Mask, Packed, Padding
+from polyattn.masks import BlockMap, Dense, Index, LeftPadding, Mask, Packed, Padding
 from polyattn.masks.biases import Alibi, Bias
 from polyattn.problem.admission.masks import Lengths
 from polyattn.problem.admission.masks import check_mask as check_arrays
@@ -102,7 +102,7 @@ def bind_mask(mask: Mask, device: torch.device) -> Mask:
 def _is_bound(leaf: Mask, device: torch.device) -> bool:
     """Whether a mask has arrays of its device alone, or none: a new one would say the same."""
     return leaf.static or (
-        type(leaf) in (Padding, Dense)
+        type(leaf) in (Padding, LeftPadding, Dense)
         and all(x is None or (isinstance(x, Tensor) and x.device == device) for x in leaf.arguments)
     )
 
@@ -172,11 +172,7 @@ class _Coordinates:
 
 def _dense(mask: Mask, dims: Dims, coordinates: _Coordinates) -> Tensor:
     if mask.parts:
-        dense = _dense(mask.parts[0], dims, coordinates)
-        for part in mask.parts[1:]:
-            other = _dense(part, dims, coordinates)
-            dense = dense & other if isinstance(mask, And) else dense | other
-        return dense
+        return mask.combined([_dense(part, dims, coordinates) for part in mask.parts])
     if isinstance(mask, Dense):  # as it is: gathering it entry by entry would be a copy
         return four_dims(mask.mask)
     return four_dims(expand_blocks(mask, dims.kv_len).allows(coordinates.get()))
@@ -190,7 +186,7 @@ def four_dims(x: Tensor) -> Tensor:
 def expand_blocks(mask: Mask, kv_len: int) -> Mask:
     """Return `mask` with every BlockMap given its bit map, so that it can be asked anywhere."""
     if mask.parts:
-        return type(mask)(tuple(expand_blocks(part, kv_len) for part in mask.parts))  # type: ignore[call-arg]
+        return mask.of_parts(tuple(expand_blocks(part, kv_len) for part in mask.parts))
     if isinstance(mask, BlockMap):
         bits = block_bits(mask, kv_len)
         return BlockMap(mask.block_q, mask.block_k, mask.indices, mask.counts, bits)

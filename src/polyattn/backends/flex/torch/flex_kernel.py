@@ -210,4 +210,4 @@ def _klass(problem: Problem, spec: Spec, block: tuple[int, int]) -> Klass:
     return Klass(spec, block, facts, symbolic)
 
 
-_SHORT_MASKS = STATIC_KINDS | {"Padding", "PrefixLM"}  # any other may hold arrays of the lengths
+_SHORT_MASKS = STATIC_KINDS | {"Padding", "LeftPadding", "PrefixLM"}  # any other may hold arrays of the lengths

@@ -1,0 +1,180 @@
+"""One model of transformers, built small: its eager attention beside polyattn's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyattn import record_selections
+from polyattn.bench.models.model_row import Row
+from polyattn.bench.models.nearness import Compared, compare, in_float64, tensors_of
+from polyattn.bench.models.transformers_models.model_classes import class_of, config_class_of
+from polyattn.bench.models.transformers_models.model_inputs import candidates, padded
+from polyattn.bench.models.transformers_models.recipes import RECIPES
+from polyattn.bench.models.transformers_models.shrinking import WAYS
+from polyattn.errors import Unsupported
+from polyattn.integrations.transformers import register
+from polyattn.integrations.transformers.library import supports_interface
+
+__all__ = ["Built", "built", "examine", "exact_run", "spread"]
+
+_MOST_WEIGHTS = 150_000_000
+_REASON = 240
+
+
+class Built:
+    """A small model on eager attention, and inputs that it takes, by kind."""
+
+    def __init__(self, model: Any, cases: dict[str, tuple[dict[str, Any], Tensor | None]]) -> None:
+        self.model, self.cases = model, cases
+
+
+def examine(name: str) -> Row:
+    """Build one model, run it on eager and on polyattn, and say what was found."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    register()
+    try:
+        kind = class_of(name)
+    except (LookupError, ImportError) as error:
+        return Row(name, "not built", _short(error))
+    if not supports_interface(kind):
+        return Row(name, "not of the interface", model=kind.__name__)
+    try:
+        found = built(name)
+    except Exception as error:  # whatever keeps a model from being built or from running
+        return Row(name, "not built", _short(error), model=kind.__name__)
+    return _compared(name, found)
+
+
+def _compared(name: str, found: Built) -> Row:
+    model, calls = found.model, []
+    row = Row(name, "equal", model=type(model).__name__, cases=tuple(found.cases))
+    stock, exact = {}, {}
+    for case, (inputs, _) in found.cases.items():
+        with torch.no_grad():
+            stock[case] = tensors_of(model(**inputs))
+        exact[case] = exact_run(model, inputs)
+    try:
+        model.set_attn_implementation("polyattn")
+        for case, (inputs, valid) in found.cases.items():
+            with torch.no_grad(), record_selections() as ran:
+                ours = tensors_of(model(**inputs))
+            calls += ran
+            _judge(row, case, compare(ours, stock[case], exact[case], valid))
+    except Unsupported as error:
+        row.outcome, row.reason = "refused", _short(error)
+    row.calls = len(calls)
+    row.backends = tuple(sorted({one.backend for one in calls}))
+    row.masks = tuple(sorted({_mask_of(one) for one in calls}))
+    if not calls and row.outcome == "equal":
+        row.outcome = "no attention"
+    return row
+
+
+def _judge(row: Row, case: str, compared: Compared) -> None:
+    row.excess = max(row.excess, round(compared.share, 3))
+    if compared.excess is not None and row.outcome == "equal":
+        row.outcome, row.reason = "different", f"{case}: {compared.excess}"[:_REASON]
+
+
+def _mask_of(selection: Any) -> str:
+    problem = selection.problem
+    return "left to torch" if problem is None else problem.mask.signature if problem.mask else ""
+
+
+def exact_run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the outputs of the model in float64, on the attention it has."""
+    twin = copy.deepcopy(model).double()
+    wide = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    with torch.no_grad(), in_float64():
+        return tensors_of(twin(**wide))
+
+
+def built(name: str) -> Built:
+    """Build a model small, the first way in which it runs; raises what kept the first from it."""
+    failure: Exception | None = None
+    for way in WAYS:
+        try:
+            config = config_class_of(name)()
+            way(config)
+            recipe = RECIPES.get(name)
+            if recipe is not None and recipe.change is not None:
+                recipe.change(config)
+            return _running(_made(class_of(name), config), recipe)
+        except Exception as error:  # the next way may do
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _made(kind: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        twin = kind._from_config(copy.deepcopy(config), attn_implementation="eager")
+    weights = sum(p.numel() for p in twin.parameters())
+    if weights > _MOST_WEIGHTS:
+        raise ValueError(f"{weights:,} weights, though its configuration was made small")
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
+    if hasattr(model, "set_experts_implementation"):
+        with contextlib.suppress(Exception):  # grouped products, which have no float64
+            model.set_experts_implementation("eager")
+    return model
+
+
+def _running(model: Any, recipe: Any) -> Built:
+    tried = candidates(model) if recipe is None or recipe.inputs is None else recipe.inputs(model)
+    failure: Exception | None = None
+    for inputs in tried:
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except Exception as error:  # the next inputs may suit it
+            failure = failure or error
+            continue
+        spread(model)
+        return Built(model, _cases(model, inputs))
+    raise failure or ValueError("nothing is known that it takes")
+
+
+def _cases(model: Any, inputs: dict[str, Any]) -> dict[str, tuple[dict[str, Any], Tensor | None]]:
+    """Return the inputs unpadded and, where the model takes a padding mask, padded on each side."""
+    found: dict[str, tuple[dict[str, Any], Tensor | None]] = {"unpadded": (inputs, None)}
+    for side in ("left", "right"):
+        made = padded(inputs, model, side == "left")
+        if made is None:
+            continue
+        with contextlib.suppress(Exception), torch.no_grad():  # not each takes each side
+            model(**made[0])
+            found[f"padded {side}"] = made
+    return found
+
+
+def spread(model: nn.Module) -> None:
+    """Give a model weights with which its scores differ, so that masks and soft caps matter."""
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if not weight.is_floating_point():
+                continue
+            noise = torch.randn(weight.shape, generator=chance)
+            if weight.dim() < 2:
+                weight.add_(noise, alpha=0.1)
+                continue
+            terms = 4 if "emb" in name and weight.dim() == 2 else weight[0].numel()
+            weight.copy_(noise * min(1.0, max(terms, 1) ** -0.5))
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_REASON]
