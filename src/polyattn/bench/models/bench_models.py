@@ -20,7 +20,7 @@ __all__ = ["LIBRARIES", "add", "run"]
 
 YES, NO, CANNOT_SAY = 0, 1, 2
 
-LIBRARIES = {"transformers": "pip install 'polyattn[bench]'"}
+LIBRARIES = {name: "pip install 'polyattn[bench]'" for name in ("diffusers", "transformers")}
 """The libraries whose models can be examined, and how they are got.
 
 ``polyattn.bench.models.<library>_models`` has a module ``model_classes`` with ``model_types()``,
