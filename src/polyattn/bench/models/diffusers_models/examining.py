@@ -1,12 +1,14 @@
 """One transformer of diffusers, built small: its native attention beside polyattn's.
 
-Forward and backward: compared are the outputs, and the gradients of all weights and inputs.
+Forward and backward, where it has a backward: compared are the outputs, and the gradients of all
+weights and inputs.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from polyattn.bench.models.model_row import Row
 from polyattn.bench.models.nearness import compare, in_float64, tensors_of
 from polyattn.errors import Unsupported
 from polyattn.integrations.diffusers import register
+from polyattn.integrations.sdpa_patch import route_sdpa
 
 __all__ = ["examine"]
 
@@ -38,16 +41,18 @@ def examine(name: str) -> Row:
         model = kind(**recipe["config"]).eval()
         _spread(model)
         inputs = {key: _made(told) for key, told in recipe["inputs"].items()}
-        stock = _run(model, inputs)
+        run, stock = _runs(model, inputs)
+        exact = _exact(run, model, inputs)
     except Exception as error:  # whatever keeps a model from being built or from running
         return Row(name, "not built", _short(error), model=kind.__name__)
-    exact = _exact(model, inputs)
-    row = Row(name, "equal", model=kind.__name__, cases=("forward and backward",))
+    case = "forward and backward" if run is _both_ways else "forward"
+    row = Row(name, "equal", model=kind.__name__, cases=(case,))
     calls: list[Any] = []
     try:
         model.set_attention_backend("polyattn")
-        with record_selections() as calls:
-            ours = _run(model, inputs)
+        # older processors call torch's own function
+        with route_sdpa(), record_selections() as calls:
+            ours = run(model, inputs)
     except Unsupported as error:
         row.outcome, row.reason = "refused", _short(error)
         return row
@@ -63,7 +68,23 @@ def examine(name: str) -> Row:
     return row
 
 
-def _run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+Run = Callable[[nn.Module, dict[str, Any]], dict[str, Tensor]]
+
+
+def _runs(model: nn.Module, inputs: dict[str, Any]) -> tuple[Run, dict[str, Tensor]]:
+    """Return how the model runs as it is, both ways or forward only, and what it then gives."""
+    try:
+        return _both_ways, _both_ways(model, inputs)
+    except (RuntimeError, NotImplementedError):  # some have no backward on this machine
+        return _forward, _forward(model, inputs)
+
+
+def _forward(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return tensors_of(model(**inputs, return_dict=False))
+
+
+def _both_ways(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return what the model gives, and the gradients of a weighted sum of it."""
     model.zero_grad(set_to_none=True)
     given = {name: _with_gradients(one) for name, one in inputs.items()}
@@ -91,10 +112,15 @@ def _with_gradients(given: Any) -> Any:
     return given
 
 
-def _exact(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def _exact(run: Run, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     twin = copy.deepcopy(model).double()
-    with in_float64():
-        return _run(twin, {name: _wide(one) for name, one in inputs.items()})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of what a model makes by itself
+    try:
+        with in_float64():
+            return run(twin, {name: _wide(one) for name, one in inputs.items()})
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _wide(given: Any) -> Any:
