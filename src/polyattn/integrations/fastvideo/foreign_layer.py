@@ -51,7 +51,8 @@ class _ForeignImpl(AttentionImpl):
             raise Unsupported(
                 f"got a causal layer with {query.shape[1]} queries and {key.shape[1]} keys, "
                 "of which FastVideo's FLASH_ATTN and TORCH_SDPA make different things (aligned at "
-                "the ends, at the beginnings); expected as many of both, or the mask as attn_mask (B, T, S)."
+                "the ends, at the beginnings); expected as many of both, or the mask as attn_mask "
+                "(B, T, S)."
             )
         return super().forward(query, key, value, metadata)
 
