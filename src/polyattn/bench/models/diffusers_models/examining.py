@@ -139,7 +139,10 @@ def _made(told: dict[str, Any]) -> Any:
     if "plain" in told:
         return told["plain"]
     if "dict" in told:
-        return {name: _made(one) for name, one in told["dict"].items()}
+        # JSON knows no keys that are numbers
+        return {
+            int(name) if name.isdigit() else name: _made(one) for name, one in told["dict"].items()
+        }
     if "list" in told:
         made = [_made(one) for one in told["list"]]
         return tuple(made) if told.get("tuple") else made
