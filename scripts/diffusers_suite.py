@@ -2,7 +2,8 @@
 
 ``scripts/diffusers_suite.py CHECKOUT`` takes a checkout of https://github.com/huggingface/diffusers
 of the installed version, or its ``tests`` folder alone in a folder, and runs
-``tests/models/transformers`` on the CPU; ``--files flux wan`` runs those of these models. Ways to run them:
+``tests/models/transformers`` on the CPU; ``--files flux wan`` runs those of these models. Ways to
+run them:
 
 - ``stock``: diffusers alone, what the others are compared with;
 - ``active``: polyattn registered, and the active attention backend;

@@ -94,8 +94,8 @@ def _tensors(found: Any, at: str) -> Iterator[tuple[str, Tensor]]:
 class _Float64(TorchFunctionMode):
     """Keeps float64 where a model asks for float32, as it does to be exact in half types.
 
-    What it makes in float32 (positions, time steps, from NumPy, too) is made in float64, and what
-    it has kept in float32 past its buffers is widened where it meets float64.
+    What it makes in float32 (positions, time steps) is made in float64; what it has kept in float32
+    past its buffers, or got from NumPy, is widened where it meets float64.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Which transformers diffusers has, and how each is built small.
 
 ``recipes.json`` has a configuration of each class and what its inputs look like: shapes, dtypes,
-and values where they mean something. They are those of the tiny models of the library's own tests
+and values where they mean something. Most are those of the tiny models of the library's own tests
 (https://github.com/huggingface/diffusers, tests/models/transformers, Apache 2.0).
 """
 
