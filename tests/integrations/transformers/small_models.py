@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
 
 from polyattn import record_selections
+from polyattn.bench.models.nearness import compare, tensors_of
 
 WORDS = 96
 _TEXT: dict[str, Any] = {
@@ -127,15 +128,7 @@ def kinds_of(ran: list[Any]) -> set[str]:
     return set().union(*(one.problem.mask.kinds for one in ran if one.problem.mask))
 
 
-def near(got: torch.Tensor, stock: torch.Tensor) -> None:
-    """Both are float32 and have rounded: the models' values are about 1."""
-    assert got.shape == stock.shape
-    error = (got - stock).abs().max() / stock.abs().max().clamp(min=1)
-    assert float(error) < 2e-5, float(error)
-
-
-def each(found: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors of a model's output, named."""
-    for name, value in found.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            yield name, value
+def agree(got: Any, stock: Any, exact: dict[str, torch.Tensor], valid: Any = None) -> None:
+    """Fail unless what came out is as near to float64 as what came out of eager attention."""
+    compared = compare(tensors_of(got), tensors_of(stock), exact, valid)
+    assert compared.excess is None, compared

@@ -10,6 +10,7 @@ __all__ = ["OUTCOMES", "Row"]
 
 OUTCOMES = {
     "equal": "every output within the tolerance rule",
+    "as sdpa": "equal to the library's sdpa, which is not equal to its eager here",
     "different": "some output outside of it",
     "refused": "polyattn says that it cannot run this model, and why",
     "no attention": "the model calls no attention, built as it was",
@@ -18,7 +19,7 @@ OUTCOMES = {
     "crashed": "its process died",
     "cut short": "it took longer than it may",
 }
-"""What may be found, and what it means; the first three are what the count is about."""
+"""What may be found, and what it means; those of the first lines are what it is about."""
 
 
 @dataclass

@@ -123,12 +123,14 @@ def _told(attention_mask: Any, query: Tensor, key: Tensor) -> tuple[Any, Tensor 
     if attention_mask is None or isinstance(attention_mask, Mask):
         return attention_mask, None, keys
     if isinstance(attention_mask, AttentionMaskValue):
-        _, _, rows, columns = attention_mask.sizes
-        if rows != query.shape[2] or columns != keys:
+        batch, _, rows, columns = attention_mask.sizes
+        if columns != keys or rows not in (1, query.shape[2]):
             raise InvalidProblem(
                 f"got a mask of {rows} queries and {columns} keys, expected one of "
                 f"{query.shape[2]} and {keys}, which the layer has."
             )
+        if batch != query.shape[0] or rows != query.shape[2]:
+            return Dense(attention_mask.dense()), None, keys  # made for one, and meant for all
         return attention_mask.mask, None, attention_mask.limit
     if not isinstance(attention_mask, Tensor):
         raise Unsupported(

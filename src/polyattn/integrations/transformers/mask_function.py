@@ -20,6 +20,9 @@ from polyattn.masks import Full, Mask, Padding
 
 __all__ = ["polyattn_mask"]
 
+_EXTENDED = frozenset({"deepseek_v4"})
+"""Models that append columns of their own to the mask, if it is a tensor of what is added."""
+
 
 def polyattn_mask(
     batch_size: int,
@@ -50,9 +53,15 @@ def polyattn_mask(
         return attention_mask  # prepared before, as for compiled decoding
     masking = library().masking
     function = masking.causal_mask_function if mask_function is None else mask_function
+    evaluated = {
+        "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": function,
+        "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
+    }  # fmt: skip
     found: Mask | None = None
     limit = kv_length
     sizes = (batch_size, q_length, kv_length)
+    if getattr(config, "model_type", "") in _EXTENDED:
+        return masking.eager_mask(*sizes, **evaluated, **kwargs)
     if attention_mask is None or attention_mask.ndim == 2:
         call = (function, attention_mask, *sizes, q_offset, kv_offset, device)
         if is_dynamo_compiling():
@@ -61,11 +70,8 @@ def polyattn_mask(
         else:
             found, limit = _mask(*call, allow_is_causal_skip)
     if found is None:
-        return masking.sdpa_mask(
-            *sizes, q_offset=q_offset, kv_offset=kv_offset, mask_function=function,
-            attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device, **kwargs,
-        )  # fmt: skip
+        unskipped = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return masking.sdpa_mask(*sizes, **evaluated, **unskipped, **kwargs)
     if isinstance(found, Full) and allow_is_bidirectional_skip:
         return None
     shape = (batch_size, 1, q_length, kv_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from polyattn import record_selections
 from polyattn.bench.models.model_row import Row
-from polyattn.bench.models.nearness import Compared, compare, in_float64, tensors_of
+from polyattn.bench.models.nearness import compare, in_float64, tensors_of
 from polyattn.bench.models.transformers_models.model_classes import class_of, config_class_of
 from polyattn.bench.models.transformers_models.model_inputs import candidates, padded
 from polyattn.bench.models.transformers_models.recipes import RECIPES
@@ -55,34 +56,55 @@ def examine(name: str) -> Row:
 
 
 def _compared(name: str, found: Built) -> Row:
-    model, calls = found.model, []
+    model = found.model
     row = Row(name, "equal", model=type(model).__name__, cases=tuple(found.cases))
-    stock, exact = {}, {}
-    for case, (inputs, _) in found.cases.items():
-        with torch.no_grad():
-            stock[case] = tensors_of(model(**inputs))
-        exact[case] = exact_run(model, inputs)
+    stock = _library_run(found, "eager")
+    calls: list[Any] = []
     try:
         model.set_attn_implementation("polyattn")
-        for case, (inputs, valid) in found.cases.items():
+        ours = {}
+        for case, (inputs, _) in found.cases.items():
             with torch.no_grad(), record_selections() as ran:
-                ours = tensors_of(model(**inputs))
+                ours[case] = tensors_of(model(**inputs))
             calls += ran
-            _judge(row, case, compare(ours, stock[case], exact[case], valid))
     except Unsupported as error:
         row.outcome, row.reason = "refused", _short(error)
+        return row
     row.calls = len(calls)
     row.backends = tuple(sorted({one.backend for one in calls}))
     row.masks = tuple(sorted({_mask_of(one) for one in calls}))
-    if not calls and row.outcome == "equal":
+    if not calls:
         row.outcome = "no attention"
+        return row
+    _judge(row, found, ours, stock)
+    if row.outcome == "different" and getattr(type(model), "_supports_sdpa", False):
+        twin = replace(row, outcome="equal")
+        _judge(twin, found, ours, _library_run(found, "sdpa"))
+        if twin.outcome == "equal":
+            row.outcome = "as sdpa"
     return row
 
 
-def _judge(row: Row, case: str, compared: Compared) -> None:
-    row.excess = max(row.excess, round(compared.share, 3))
-    if compared.excess is not None and row.outcome == "equal":
-        row.outcome, row.reason = "different", f"{case}: {compared.excess}"[:_REASON]
+_Runs = dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]
+
+
+def _library_run(found: Built, implementation: str) -> _Runs:
+    """Return the outputs of each case in float32 and in float64, on an attention of the library."""
+    found.model.set_attn_implementation(implementation)
+    runs = {}
+    for case, (inputs, _) in found.cases.items():
+        with torch.no_grad():
+            plain = tensors_of(found.model(**inputs))
+        runs[case] = plain, exact_run(found.model, inputs)
+    return runs
+
+
+def _judge(row: Row, found: Built, ours: dict[str, dict[str, Tensor]], stock: _Runs) -> None:
+    for case, (_, valid) in found.cases.items():
+        compared = compare(ours[case], *stock[case], valid)
+        row.excess = max(row.excess, round(compared.share, 3))
+        if compared.excess is not None and row.outcome == "equal":
+            row.outcome, row.reason = "different", f"{case}: {compared.excess}"[:_REASON]
 
 
 def _mask_of(selection: Any) -> str:
