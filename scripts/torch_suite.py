@@ -121,14 +121,14 @@ def outcomes(way: str, file: Path, match: str) -> dict[str, tuple[str, str]]:
             child = [sys.executable, __file__, "--child", way, "--log", str(log)]
             child += ["--done", str(done), "--match", match, str(file)]
             ended = subprocess.run(child, env=environ, capture_output=True, text=True, check=False)
-            crashed = _read(log, found, ended.returncode)
+            crashed = read_log(log, found, ended.returncode)
             if not crashed:
                 if not found and ended.returncode not in (0, 5):
                     found[f"{file.name} (process)"] = "failed", ended.stderr[-2000:]
                 return found
 
 
-def _read(log: Path, found: dict[str, tuple[str, str]], code: int) -> bool:
+def read_log(log: Path, found: dict[str, tuple[str, str]], code: int) -> bool:
     """Add a process's outcomes; says whether it died within a test, which is noted as crashed."""
     running = None
     for line in map(json.loads, log.read_text().splitlines()):

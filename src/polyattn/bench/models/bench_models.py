@@ -20,7 +20,7 @@ __all__ = ["LIBRARIES", "add", "run"]
 
 YES, NO, CANNOT_SAY = 0, 1, 2
 
-LIBRARIES = {"transformers": "pip install 'polyattn[bench]'"}
+LIBRARIES = dict.fromkeys(("diffusers", "transformers"), "pip install 'polyattn[bench]'")
 """The libraries whose models can be examined, and how they are got.
 
 ``polyattn.bench.models.<library>_models`` has a module ``model_classes`` with ``model_types()``,
@@ -39,7 +39,10 @@ def add(kinds: Any) -> None:
     )
     models.add_argument("--library", choices=sorted(LIBRARIES), default="transformers")
     models.add_argument(
-        "--only", metavar="PATTERN", default="", help="models whose name has this regular expression"
+        "--only",
+        metavar="PATTERN",
+        default="",
+        help="models whose name has this regular expression",
     )
     models.add_argument("--jobs", type=int, default=1, help="processes at once (1)")
     models.add_argument("--limit", type=float, default=300.0, help="seconds for one model (300)")
@@ -133,7 +136,9 @@ def _names(library: str, only: str) -> list[str]:
     try:
         wanted = re.compile(only)
     except re.error as error:
-        raise PolyattnError(f"got --only {only!r}, expected a regular expression: {error}.") from None
+        raise PolyattnError(
+            f"got --only {only!r}, expected a regular expression: {error}."
+        ) from None
     listed = importlib.import_module(f"polyattn.bench.models.{library}_models.model_classes")
     known: list[str] = listed.model_types()
     names = [name for name in known if wanted.search(name)]
@@ -149,11 +154,22 @@ def _silent(names: list[str], examine: Callable[[Callable[[Row], None]], None]) 
 
 
 def _bar(names: list[str], examine: Callable[[Callable[[Row], None]], None]) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     from polyattn.bench.report import console
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[now]}"))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
     with Progress(*columns, console=console(error=True), transient=True) as bar:
         task = bar.add_task("models", total=len(names), now="")
 

@@ -34,7 +34,9 @@ def main() -> int:
         try:
             row = examine(name)
         except Exception as error:  # what no library foresaw of its models
-            row = Row(name, "crashed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:240])
+            row = Row(
+                name, "crashed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
+            )
         row.seconds = round(time.monotonic() - begin, 2)
         print(json.dumps(row.to_json()), file=told, flush=True)
     return 0

@@ -94,19 +94,43 @@ def _tensors(found: Any, at: str) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Float64(TorchFunctionMode):
-    """Keeps float64 where a model asks for float32, as it does to be exact in half types."""
+    """Keeps float64 where a model asks for float32, as it does to be exact in half types.
+
+    What it makes in float32 (positions, time steps) is made in float64; what it has kept in float32
+    past its buffers, or got from NumPy, is widened where it meets float64.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and first.dtype == torch.float64:
-            if func is Tensor.float:
-                return first
-            if func is Tensor.to:
-                args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        if func is Tensor.float:
+            return args[0].double()
+        if func is not Tensor.view:  # of which a dtype means other bits
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
             if named.get("dtype") is torch.float32:
                 named["dtype"] = torch.float64
-        return func(*args, **named)
+        given = [x for x in _flat((*args, *named.values())) if x.is_floating_point()]
+        in_place = getattr(func, "__name__", "").endswith("_")
+        if len({x.dtype for x in given}) > 1 and not in_place:
+            args, named = _widened(args), _widened(named)
+        found = func(*args, **named)
+        made = not types and isinstance(found, Tensor) and found.dtype is torch.float32
+        return found.double() if made else found
+
+
+def _flat(given: Any) -> Iterator[Tensor]:
+    for one in given:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from _flat(one)
+
+
+def _widened(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return given.double() if given.dtype is torch.float32 else given
+    if isinstance(given, dict):
+        return {name: _widened(one) for name, one in given.items()}
+    return type(given)(map(_widened, given)) if type(given) in (list, tuple) else given
 
 
 @contextmanager

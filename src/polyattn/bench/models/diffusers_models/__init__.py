@@ -1,0 +1,1 @@
+"""The transformers of diffusers, built small from configurations and the shapes of their inputs."""
