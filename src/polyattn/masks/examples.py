@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyattn.masks.index import Align
 from polyattn.masks.needs import Arrays, Sizes
-
-if TYPE_CHECKING:
-    from polyattn.masks.base import Mask
 
 __all__ = ["Examples"]
 
@@ -31,12 +28,12 @@ class Examples:
         return numbers
 
     @classmethod
-    def filled(cls, sizes: Sizes, arrays: Arrays, *brackets: Any, **named: Any) -> Mask:
+    def filled(cls, sizes: Sizes, arrays: Arrays, *brackets: Any, **named: Any) -> Any:
         """Make a mask whose signature has these brackets, with arrays that fit the sizes."""
         made: Any = cls
         return made(*brackets, **named)  # type: ignore[no-any-return]
 
     @classmethod
-    def example(cls, sizes: Sizes, arrays: Arrays, *numbers: Any) -> Mask:
+    def example(cls, sizes: Sizes, arrays: Arrays, *numbers: Any) -> Any:
         """Make the mask of these numbers, as `draw` gives them, or one that explains the class."""
         return cls.filled(sizes, arrays, *cls.brackets(sizes, *numbers))

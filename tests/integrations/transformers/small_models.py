@@ -43,7 +43,8 @@ _MADE: dict[str, Callable[[], Any]] = {
         hf.Gemma2Config(**_text(query_pre_attn_scalar=8, sliding_window=5, layer_types=_KINDS,
                                 attn_logit_softcapping=1.5))),
     "gemma3": lambda: hf.Gemma3ForCausalLM(
-        hf.Gemma3TextConfig(**_text(query_pre_attn_scalar=8, sliding_window=5, layer_types=_KINDS))),
+        hf.Gemma3TextConfig(**_text(query_pre_attn_scalar=8, sliding_window=5,
+                                    layer_types=_KINDS))),
     "gpt_oss": lambda: hf.GptOssForCausalLM(
         hf.GptOssConfig(**_text(sliding_window=5, layer_types=_KINDS, num_local_experts=2,
                                 num_experts_per_tok=2))),

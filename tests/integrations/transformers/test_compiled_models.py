@@ -1,4 +1,4 @@
-"""Whole models under torch.compile and torch.export: one graph, masks as values where they can be."""
+"""Whole models under torch.compile and torch.export: one graph, masks as values where possible."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import torch._dynamo as dynamo
 
 from polyattn import record_selections
 from polyattn.bench.models.transformers_models.examining import exact_run
-from tests.integrations.transformers.small_models import (
-    agree,
-    kinds_of,
-    padding,
-    small,
-    words,
-)
+from tests.integrations.transformers.small_models import agree, kinds_of, padding, small, words
 
 pytestmark = pytest.mark.slow
 B, T = 2, 12

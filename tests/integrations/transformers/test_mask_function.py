@@ -33,7 +33,9 @@ PADDINGS = {
     "all real": lambda n: torch.ones(B, n, dtype=torch.bool),
     "left": lambda n: torch.arange(n) >= torch.tensor([[2], [0]]),
     "right": lambda n: torch.arange(n) < torch.tensor([[n - 3], [n]]),
-    "both sides": lambda n: (torch.arange(n) >= 1) & (torch.arange(n) < torch.tensor([[n - 1], [n]])),
+    "both sides": lambda n: (
+        (torch.arange(n) >= 1) & (torch.arange(n) < torch.tensor([[n - 1], [n]]))
+    ),
     "holes": lambda n: torch.arange(n) % torch.tensor([[3], [n + 1]]) != 1,
     "nothing": lambda n: torch.arange(n) >= torch.tensor([[n], [1]]),
 }
@@ -219,7 +221,8 @@ def test_models_find_a_tensor_where_they_look_for_one() -> None:
         assert torch.equal(scores + value, scores + torch.where(dense, 0.0, least))
         assert torch.equal(value.sum(-1), dense.sum(-1)) and value.numel() == dense.numel()
         assert torch.equal(scores.masked_fill(~value, least), scores.masked_fill(~dense, least))
-        assert torch.equal(value[:, 0], dense[:, 0]) and torch.equal(value[0, 0, -1], dense[0, 0, -1])
+        assert torch.equal(value[:, 0], dense[:, 0])
+        assert torch.equal(value[0, 0, -1], dense[0, 0, -1])
         assert torch.equal(value.to(torch.float32), dense.float())
 
 
@@ -258,7 +261,9 @@ def test_a_mask_function_reads_the_padding_once() -> None:
     reads = itertools.count()
 
     class Counting(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist):
                 next(reads)
             return func(*args, **(kwargs or {}))

@@ -148,7 +148,7 @@ def test_models_that_compute_attention_themselves_are_refused() -> None:
         falcon._from_config(transformers.FalconConfig(**sizes), attn_implementation="polyattn")
     stock = falcon._from_config(transformers.FalconConfig(**sizes))
     assert stock.config._attn_implementation in ("sdpa", "eager")
-    with pytest.raises(Unsupported, match="SamVisionModel.*or picks its classes by the name"):
+    with pytest.raises(Unsupported, match=r"SamVisionModel.*or picks its classes by the name"):
         transformers.SamVisionModel._from_config(
             transformers.SamVisionConfig(num_hidden_layers=1), attn_implementation="polyattn"
         )
@@ -157,7 +157,7 @@ def test_models_that_compute_attention_themselves_are_refused() -> None:
 def test_probabilities_are_refused() -> None:
     model = small("llama")
     model.set_attn_implementation("polyattn")
-    with pytest.raises(Unsupported, match='output_attentions.*set_attn_implementation."eager"'):
+    with pytest.raises(Unsupported, match=r'output_attentions.*set_attn_implementation."eager"'):
         model(words(1, 4), output_attentions=True)
     with pytest.raises(ValueError, match="eager"):  # transformers' own
         model.config.output_attentions = True

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from polyattn.bench.programs.language_programs import LANGUAGE
-from polyattn.bench.programs.switched_program import Program
 from polyattn.bench.programs.program_rows import OURS, ProgramRow
+from polyattn.bench.programs.switched_program import Program
 from polyattn.bench.programs.training_programs import TRAINING
 from polyattn.bench.programs.vision_programs import VISION
 from polyattn.bench.timing import Watch

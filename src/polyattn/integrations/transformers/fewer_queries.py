@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from polyattn.masks import And, Causal, Dense, Full, LeftPadding, Mask, Or, Padding, Segments, Window
+from polyattn.masks import (
+    And,
+    Causal,
+    Dense,
+    Full,
+    LeftPadding,
+    Mask,
+    Or,
+    Padding,
+    Segments,
+    Window,
+)
 from polyattn.masks.payload import shape_of
 
 __all__ = ["last_queries"]

@@ -77,9 +77,9 @@ def attend_sequences(
 def _whole(cu_q: Tensor, cu_k: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Return offsets that end with the row: what is after the last sequence is one of its own."""
     cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
-    if cu_q.device.type == "cpu" and is_readable(cu_q):
-        if int(cu_q[-1]) == queries and int(cu_k[-1]) == keys:
-            return cu_q, cu_k
+    known = cu_q.device.type == "cpu" and is_readable(cu_q)
+    if known and int(cu_q[-1]) == queries and int(cu_k[-1]) == keys:
+        return cu_q, cu_k
     ends = cu_q.new_full((1,), queries), cu_k.new_full((1,), keys)
     return torch.cat([cu_q, ends[0]]), torch.cat([cu_k, ends[1]])
 

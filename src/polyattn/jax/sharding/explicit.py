@@ -38,7 +38,8 @@ class ExplicitPlace(NamedTuple):
             return None
         there = jax.typeof(query).sharding
         mesh, spec = there.mesh, tuple(there.spec)
-        if not mesh.explicit_axes or not any(spec) or query.ndim != (3 if layout == "packed" else 4):
+        dims = 3 if layout == "packed" else 4
+        if not mesh.explicit_axes or not any(spec) or query.ndim != dims:
             return None
         if isinstance(getattr(query, "sharding", None), jax.sharding.NamedSharding):
             concrete = query.sharding.mesh
