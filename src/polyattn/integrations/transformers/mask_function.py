@@ -95,9 +95,7 @@ def _mask(
     """
     symbolic = isinstance(q_offset, Tensor)
     if queries == 1 and (symbolic or not may_be_skipped or q_offset - kv_offset != keys - 1):
-        one = range_of_one_query(
-            function, attention_mask, batch, keys, q_offset, kv_offset, device
-        )
+        one = range_of_one_query(function, attention_mask, batch, keys, q_offset, kv_offset, device)
         if one is not None:
             return one, keys
     if symbolic:

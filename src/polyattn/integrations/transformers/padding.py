@@ -33,9 +33,7 @@ def keys_of(attention_mask: Tensor, batch: int, first: int, keys: int) -> Tensor
 
 def is_readable(tensor: Tensor) -> bool:
     """Say whether the values of a tensor may be read here: not while anything traces."""
-    return not (
-        library().is_tracing(tensor) or are_transforms_active() or is_traced_by_proxies()
-    )
+    return not (library().is_tracing(tensor) or are_transforms_active() or is_traced_by_proxies())
 
 
 def bounds_of(real: Tensor) -> Bounds | None:
@@ -73,5 +71,3 @@ def padding_mask(real: Tensor) -> Mask:
     if bool((bounds.ends < real.shape[1]).any()):
         mask = mask & Padding(kv_lengths=bounds.ends)
     return mask
-
-

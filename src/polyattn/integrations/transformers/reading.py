@@ -108,9 +108,7 @@ class _Reader:
             places = (self.positions - skipped[:, None]) // size
             return Segments(places, places)
         queries, keys = self.frame.query_positions(), self.frame.key_positions()
-        return Segments(
-            (queries - skipped[:, None]) // size, (keys - skipped[:, None]) // size
-        )
+        return Segments((queries - skipped[:, None]) // size, (keys - skipped[:, None]) // size)
 
     def blocks(self, function: Any) -> Mask:
         ids, frame = held(function, "block_sequence_ids"), self.frame
