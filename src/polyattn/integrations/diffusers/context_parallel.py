@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyattn.errors import Unsupported
 from polyattn.integrations.diffusers.library import library
+from polyattn.integrations.diffusers.on_this_rank import attend, over_four_dims
 
 __all__ = ["attend_over_ranks"]
 
@@ -67,8 +68,6 @@ def _forward(
     _save_ctx: bool = True,
     _parallel_config: Any = None,
 ) -> Any:
-    from polyattn.integrations.diffusers.dispatched import attend, over_four_dims
-
     attn_mask = over_four_dims(attn_mask, query, key)
     if _save_ctx:
         ctx.save_for_backward(query, key, value)
@@ -88,8 +87,6 @@ def _backward(
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value; `out` and `lse` are the merged ones."""
-    from polyattn.integrations.diffusers.dispatched import attend
-
     saved = ctx.saved_tensors
     given = (query, key, value)
     arrays = [
