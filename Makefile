@@ -22,7 +22,7 @@ demo: ## Embed real sentences with a real model: tuned, explained, compared with
 	$(BIN)/python examples/embed_sentences.py
 
 test: ## Run every test, the slow ones too
-	@scripts/env torch,jax,test,demo
+	@scripts/env torch,jax,jax-test,test,demo
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 check: ## Lint, format, types, import contracts, sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["versions"]["jax"] == jax.__version__
     assert main(["jax", "--quick", "--record"]) == 2
     assert main(["jax", "--repeats", "1"]) == 2
+
+
+def test_the_page_says_what_the_record_says() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "jax.md").read_text(encoding="utf-8")
+    path = root / "benchmarks" / "results" / "amd-epyc-avx512-bf16-2-cores" / "jax.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    over = {
+        train: [row["over_torch"]["median"] for row in record["rows"] if row["train"] == train]
+        for train in (False, True)
+    }
+    said = re.search(
+        r"They take ([\d.]+) to ([\d.]+) times as long .*? and ([\d.]+) to ([\d.]+)\s+times with",
+        page, re.DOTALL,
+    )  # fmt: skip
+    assert said is not None
+    known = [round(f(over[train]), 1) for train in (False, True) for f in (min, max)]
+    assert [float(one) for one in said.groups()] == known
+    rows = {name: row for row in record["rows"] for name in [row["name"]]}
+    for first, kind, at in (("dense", "fp32", 1), ("dense", "bf16", 2), ("window 256", "fp32", 1)):
+        row = rows[f"{first} (1,8,4096,64) {kind} BTNH"]
+        line = next(x for x in page.splitlines() if x.startswith(f"| {first} (1,8,4096,64)"))
+        told = float(line.split("|")[at + 1])
+        assert abs(told - row["ratio"]["median"]) <= 0.05 * told

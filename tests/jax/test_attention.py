@@ -146,16 +146,19 @@ def loss(backend: str | None, mask: Any = None) -> Any:
 def test_gradients_of_everything(backend: str) -> None:
     arguments = (Q, KEY, V, draw(3, N, 2), draw(4, 1, N, T, S))
     found = jax.jit(jax.grad(loss(backend, Causal()), argnums=range(5)))(*arguments)
-    value, step = loss(backend, Causal()), 1e-2
-    for i, (x, grad) in enumerate(zip(arguments, found, strict=True)):
-        along = draw(10 + i, *x.shape)
-        moved = [
-            value(*(y + sign * step * along if j == i else y for j, y in enumerate(arguments)))
-            for sign in (1, -1)
-        ]
-        np.testing.assert_allclose(
-            (moved[0] - moved[1]) / (2 * step), (grad * along).sum(), rtol=2e-3, atol=2e-3
-        )
+    with jax.enable_x64(True):  # finite differences of float32 are of too few digits
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
+        value, step = jax.jit(loss("jax_reference", Causal())), 1e-5
+        for i, (x, grad) in enumerate(zip(exact, found, strict=True)):
+            along = np.random.default_rng(10 + i).standard_normal(x.shape)
+            moved = [
+                value(*(y + sign * step * along if j == i else y for j, y in enumerate(exact)))
+                for sign in (1, -1)
+            ]
+            slope = (np.asarray(grad, np.float64) * along).sum()
+            np.testing.assert_allclose(
+                (moved[0] - moved[1]) / (2 * step), slope, rtol=1e-4, atol=1e-4
+            )
 
 
 def test_under_vmap_scan_and_checkpoint(backend: str) -> None:
@@ -362,6 +365,41 @@ def test_a_recorder_of_a_coroutine_does_not_hear_other_tasks() -> None:
         await recording
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("rules", ["dtype", "rank"])
+def test_a_program_that_forbids_promotion_is_not_held_to_that_by_kernels(
+    backend: str, rules: str
+) -> None:
+    forbidden = {
+        "dtype": jax.numpy_dtype_promotion("strict"), "rank": jax.numpy_rank_promotion("raise"),
+    }  # fmt: skip
+    half = [x.astype(jnp.bfloat16) for x in (Q, KEY, V)]
+    mask = Causal() & Padding(kv_lengths=jnp.array([3, 14]))
+
+    def value(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out = attention(q, k, v, mask=mask, sinks=sinks, softcap=2.0, backend=backend)
+        return out.astype(jnp.float32).sum()
+
+    learn = jax.grad(value, (0, 1, 2, 3))
+    want = learn(*half, jnp.ones(N))
+    with forbidden[rules]:
+        found = learn(*half, jnp.ones(N))
+    for one, other in zip(found, want, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=1e-2
+        )
+
+
+def test_a_plan_is_for_arrays_like_its_own() -> None:
+    step = plan(Q, KEY, V, mask=Causal())
+    np.testing.assert_allclose(step(Q, KEY, V), defined(Q, KEY, V, causal()), atol=2e-6)
+    for given in (
+        (Q, draw(1, B, S + 5, K, H), draw(2, B, S + 5, K, H)), (Q[..., :4], KEY[..., :4], V),
+        tuple(x.astype(int) for x in (Q, KEY, V)), (Q, KEY, 3.0),
+    ):  # fmt: skip
+        with pytest.raises(InvalidProblem, match="which it was planned for"):
+            step(*given)
 
 
 # Refusals ---------------------------------------------------------------------------------------

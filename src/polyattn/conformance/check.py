@@ -11,10 +11,12 @@ from torch import Tensor
 
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs, build
-from polyattn.conformance.jax_calls import jax_call, jax_kernel, problem_for
+from polyattn.conformance.jax_calls import jax_call, jax_kernel, jax_special, problem_for
 from polyattn.conformance.oracle import Answer, allowed, naive
 from polyattn.conformance.poison import Flags, hidden, spread
 from polyattn.conformance.tolerance import Yardstick, measure
+from polyattn.errors import InvalidProblem, Unsupported
+from polyattn.problem import Problem
 from polyattn.selection.capabilities import Capabilities, Reason
 from polyattn.selection.registry import Backend
 from polyattn.torch import attention, quantized_attention
@@ -147,9 +149,25 @@ def _examine_in_jax(subject: Subject, backend: Backend) -> Verdict:
     reasons = backend.check(problem)
     if problem.quantized is not None:
         return Verdict("refused", "; ".join(map(str, reasons)))
+    if reasons and (special := _special(subject, backend, problem)) is not None:
+        return special
     if reasons:
         return _refusal(subject, backend, reasons)
     run = jax_call(subject.case, backend)
+    return _verdict(subject, run, backend.capabilities_for(problem.device))
+
+
+def _special(subject: Subject, backend: Backend, problem: Problem) -> Verdict | None:
+    """Examine a backend for spread sequences or pages on the case as one; None for others."""
+    try:
+        run = jax_special(subject.case, backend)
+        if run is None:
+            return None
+        outcome(subject.inputs, run)
+    except (InvalidProblem, Unsupported) as error:
+        return Verdict("refused", str(error).splitlines()[0])
+    except Exception as error:
+        return Verdict("false_acceptance", f"{type(error).__name__}: {error}")
     return _verdict(subject, run, backend.capabilities_for(problem.device))
 
 

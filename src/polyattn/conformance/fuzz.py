@@ -20,6 +20,7 @@ from polyattn.conformance.check import Verdict, examine, subject
 from polyattn.conformance.dropout import examine_dropout
 from polyattn.conformance.generate import random_case
 from polyattn.conformance.jax_calls import forget
+from polyattn.conformance.jax_ways import several_devices
 from polyattn.conformance.report import Failure, Report, Tally
 from polyattn.conformance.screen import bar, show_case, show_report
 from polyattn.conformance.shrink import shrink
@@ -56,6 +57,8 @@ def run(
     """
     report = Report(seed, problems, device, compiled, framework)
     began = time.perf_counter()
+    if framework == "jax":
+        several_devices()
     try:
         backends = _backends(report, backend, device, compiled and backend is None)
         for one in backends if framework == "torch" else ():

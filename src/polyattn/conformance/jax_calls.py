@@ -18,12 +18,13 @@ from torch import Tensor
 
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs
+from polyattn.conformance.jax_ways import SPREADING, attending, paged, spreading
 from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.selection.registry import Backend
 
-__all__ = ["forget", "jax_call", "jax_kernel", "problem_for", "to_jax", "to_torch"]
+__all__ = ["forget", "jax_call", "jax_kernel", "jax_special", "problem_for", "to_jax", "to_torch"]
 
 _EAGER = 4  # one case of so many is called outside of jit, and is compiled by the front
 
@@ -34,13 +35,23 @@ def problem_for(problem: Problem) -> Problem:
 
 
 def jax_call(case: Case, backend: Backend) -> Callable[[Inputs], Any]:
-    """Return what runs inputs of the case through ``polyattn.jax.attention`` on a backend."""
-    front = importlib.import_module("polyattn.jax")
+    """Return what runs inputs of the case through ``polyattn.jax.attention`` on a backend.
 
-    def call(options: dict[str, Any], q: Any, k: Any, v: Any, *more: Any) -> Any:
-        return front.attention(q, k, v, **options, **_named(*more), backend=backend.name)
+    Some cases in blocks of other sizes or cut over devices, see `conformance/jax_ways.py`.
+    """
+    return _bridged(case, attending(case, backend))
 
-    return _bridged(case, call)
+
+def jax_special(case: Case, backend: Backend) -> Callable[[Inputs], Any] | None:
+    """Return what runs a case on a backend for spread sequences or for pages; None for others.
+
+    Raises :class:`InvalidProblem` for a case that is nothing of the kind; so may the call.
+    """
+    if backend.name in SPREADING:
+        return _bridged(case, spreading(case, backend))
+    if backend.name == "jax_paged_decode":
+        return _bridged(case, paged(case, backend))
+    return None
 
 
 def jax_kernel(case: Case, backend: Backend, problem: Problem) -> Callable[[Inputs], Any]:

@@ -126,7 +126,7 @@ def attention(
         "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
         "deterministic": deterministic,
     }  # fmt: skip
-    if (place := ExplicitPlace.of(query, layout)) is not None:
+    if (place := ExplicitPlace.of((query, key, value), layout)) is not None:
         given = {**options, "mask": _bound(mask), "dropout_key": dropout_key, "backend": backend}
         return place.run(attention, (query, key, value), given)
     call = admitted(query, key, value, dropout_key, options)
@@ -161,7 +161,8 @@ def plan(
     """Resolve a call once; the result ``step(q, k, v)`` is the kernel's call, compiled.
 
     Takes the options of :func:`attention`; arrays may be ``jax.ShapeDtypeStruct``. `step` is for
-    arrays like the given ones in all but their values. ``step.selection`` says what was chosen.
+    arrays like the given ones in all but their values, and raises
+    :class:`~polyattn.errors.InvalidProblem` for others. ``step.selection`` says what was chosen.
 
     >>> import jax
     >>> q = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
@@ -177,11 +178,23 @@ def plan(
     def step(q: Any, k: Any, v: Any) -> Any:
         return run(call, q, k, v, dropout_key, chosen.selection.backend)
 
+    like = tuple((tuple(x.shape), x.dtype) for x in (query, key, value))
+
     def planned(q: Any, k: Any, v: Any) -> Any:
+        given = tuple((getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in (q, k, v))
+        if given != like:
+            raise InvalidProblem(
+                f"got a step with {_told(given)}, expected {_told(like)}, which it was planned "
+                "for; plan another one, or call attention."
+            )
         return step(q, k, v)
 
     planned.selection = chosen.selection  # type: ignore[attr-defined]
     return planned
+
+
+def _told(arrays: Any) -> str:
+    return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype in arrays)
 
 
 def explain(

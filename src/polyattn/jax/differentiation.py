@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.problem import Problem
 
 __all__ = ["asked_twice", "is_traced", "trained"]
@@ -67,7 +68,7 @@ def asked_twice(plain: Kernel, problem: Problem, train: Callable[[Problem], Kern
         dq, dk, dv, dbias, dsinks = pull(jax.tree_util.tree_map(_number, cotangents))
         return dq, dk, dv, None, dbias, dsinks, *others
 
-    call.defvjp(forward, backward, symbolic_zeros=True)
+    call.defvjp(own_promotion(forward), own_promotion(backward), symbolic_zeros=True)
     return call
 
 

@@ -21,6 +21,7 @@ from polyattn.jax import context
 from polyattn.jax.admission import Call, admit
 from polyattn.jax.differentiation import asked_twice, is_traced, trained
 from polyattn.jax.kit.layouts import from_bnth, lse_from_bnt, to_bnth
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.selection import scopes
@@ -106,6 +107,7 @@ def _compiled(kernel: Kernel) -> Kernel:
     return jax.jit(kernel)  # type: ignore[no-any-return]
 
 
+@own_promotion
 def run(
     call: Call, q: Any, k: Any, v: Any, dropout_key: Any, backend: Any, pages: Any = None,
     part: bool = False, sizes: Sizes = (),

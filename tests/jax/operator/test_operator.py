@@ -92,7 +92,14 @@ def test_layouts_and_what_only_they_have() -> None:
     assert made.get_shardings("__prefill__", False)[0] == rules.query
     assert rules.softmax_aux == PartitionSpec("tp", None)
     assert rules.q_segment_ids == PartitionSpec(("fsdp", "dp"), "sp")
-    assert made.get_shardings("__train__", layout="thd").query == PartitionSpec(None, "tp", None)
+    packed = made.get_shardings("__train__", layout="thd", softmax_aux=[0.5, 1.0])
+    assert packed.query == PartitionSpec(None, "tp", None)
+    assert packed.q_segment_ids == PartitionSpec(None) == packed.kv_segment_ids
+    assert packed.bias == PartitionSpec(None, "tp", None, None)
+    assert packed.softmax_aux == PartitionSpec("tp")
+    with pytest.raises(InvalidProblem, match="'dp' for dims 0 and 0"):
+        twice = PartitionAxis(batch_axis=("dp", "dp"))
+        AttentionMetadata(partition_axis=twice).get_shardings("__train__")
     many = PartitionAxis(head_axis=("tp", "ep"), kv_head_axis=None)
     made = AttentionMetadata(partition_axis=many)
     assert made.get_shardings("__train__")[1][2] is None
@@ -281,6 +288,10 @@ def test_a_stable_spec_never_loses_an_axis_without_a_word() -> None:
     assert impl.create_stable_sharding(whole, dep=None) is None
     with pytest.raises(InvalidProblem, match="'dp', which is 4 devices"):
         impl.create_stable_sharding(whole, tensor=jnp.ones((6, 2, 8)))
+    with pytest.raises(InvalidProblem, match="'tp' for dims 0 and 1 of the tensor"):
+        impl.create_stable_sharding(whole, [0, 1], clone_ps=PartitionSpec("tp", "tp"))
+    with pytest.raises(InvalidProblem, match="no longer than its rank"):
+        impl.create_stable_sharding(whole, tensor=jnp.ones(4))
     with pytest.raises(InvalidProblem, match="expected one of the mesh's: dp, tp"):
         impl.create_stable_sharding(PartitionSpec("sp"))
 

@@ -18,6 +18,7 @@ from polyattn.backends.blockwise.online_softmax import attend
 from polyattn.backends.blockwise.score_tiles import Array, Blocks, Extras
 from polyattn.jax.kit.layouts import from_bnth, grouped, joined, lse_from_bnt, to_bnth
 from polyattn.jax.kit.masking import Dims, expand_blocks
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.problem import Problem
 
 __all__ = ["load", "load_decode"]
@@ -104,7 +105,7 @@ def _backward(blocks: Blocks, kept: Any, given: tuple[Array, Array]) -> Any:
     return _cut(blocks, dq).astype(q.dtype), cut_k, cut_v, Extras(None, bias, dsinks)
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(own_promotion(_forward), own_promotion(_backward))
 
 
 def _padded(blocks: Blocks, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from polyattn.jax.kit.layouts import to_bnth
 from polyattn.jax.kit.masking import Dims, allowed, expand_blocks
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.masks import Mask
 from polyattn.masks.biases import Alibi, Bias
 from polyattn.native import module
@@ -198,7 +199,7 @@ def _attend_bwd(static: _Static, kept: Any, dout: Array) -> tuple[Any]:
     return _gradients(static, kept, dout, None)
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(own_promotion(_attend_fwd), own_promotion(_attend_bwd))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -216,7 +217,7 @@ def _with_lse_bwd(static: _Static, kept: Any, given: tuple[Array, Array]) -> tup
     return _gradients(static, kept, *given)
 
 
-_attend_with_lse.defvjp(_with_lse_fwd, _with_lse_bwd)
+_attend_with_lse.defvjp(own_promotion(_with_lse_fwd), own_promotion(_with_lse_bwd))
 
 
 def _gradients(static: _Static, kept: Any, dout: Array, dlse: Maybe) -> tuple[Any]:

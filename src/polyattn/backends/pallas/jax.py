@@ -20,6 +20,7 @@ from polyattn.backends.pallas.tiles import LOG2E, Call
 from polyattn.backends.pallas.visits import Shown, lists_of, padded_to
 from polyattn.jax.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.jax.kit.masking import Dims
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.jax.kit.seen_ranges import block_maps, ranges_of
 from polyattn.masks import Mask
 from polyattn.problem import Problem
@@ -119,7 +120,7 @@ def _both(function: Callable[..., Any], call: Call) -> tuple[Callable[..., Any],
     return tuple(functools.partial(function, call._replace(careful=one)) for one in (False, True))
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(own_promotion(_forward), own_promotion(_backward))
 
 
 def _laid_out(

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from polyattn.errors import InvalidProblem
 from polyattn.jax.kit.devices import kind_of
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.jax.operator.metadata import AttentionMetadata
 from polyattn.jax.operator.output import AttentionOutput
 from polyattn.jax.platform import device_of, present_device
@@ -88,6 +89,7 @@ class AttentionImpl(ABC):
         """Compute on AMD's GPUs."""
         return self.forward_gpu(*args, **kwargs)
 
+    @own_promotion
     def __call__(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         """Run the ``forward_*`` of the metadata's backend; where arrays lie elsewhere, raise."""
         asked = self.metadata.device

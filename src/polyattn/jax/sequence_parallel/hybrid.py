@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.jax.sequence_parallel.ring import ring_attention
 from polyattn.jax.sequence_parallel.ulysses import exchanged
 from polyattn.masks import Mask
@@ -19,6 +20,7 @@ __all__ = ["hybrid_attention"]
 Array: TypeAlias = jax.Array
 
 
+@own_promotion
 def hybrid_attention(
     query: Array,
     key: Array,

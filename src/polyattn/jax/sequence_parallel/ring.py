@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from polyattn.errors import InvalidProblem
 from polyattn.jax.kit.axes import axis_size
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.jax.kit.spread_sequence import BALANCES
 from polyattn.jax.sequence_parallel.local_attention import local_attention
 from polyattn.jax.sequence_parallel.spread_masks import Spread, Whole, local_bands, spread
@@ -55,6 +56,7 @@ class _Fixed(NamedTuple):
     kv_lengths: Any
 
 
+@own_promotion
 def ring_attention(
     query: Array,
     key: Array,
@@ -331,4 +333,4 @@ def _dsinks(sinks: Any, lse: Array, excess: Array) -> Any:
     return total.reshape(sinks.shape).astype(sinks.dtype)
 
 
-_ring.defvjp(_forward, _backward)
+_ring.defvjp(own_promotion(_forward), own_promotion(_backward))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from polyattn.errors import InvalidProblem
 from polyattn.jax.kit.axes import axis_size
+from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.jax.sequence_parallel.local_attention import local_attention
 from polyattn.masks import And, Causal, Full, Mask, Padding, Segments, Window
 
@@ -22,6 +23,7 @@ __all__ = ["exchanged", "ulysses_attention"]
 Array: TypeAlias = jax.Array
 
 
+@own_promotion
 def ulysses_attention(
     query: Array,
     key: Array,

@@ -32,18 +32,21 @@ class ExplicitPlace(NamedTuple):
     layout: str
 
     @classmethod
-    def of(cls, query: Any, layout: Any) -> ExplicitPlace | None:
+    def of(cls, arrays: tuple[Any, ...], layout: Any) -> ExplicitPlace | None:
         """Return where a query lies by its type; None where that is left to the compiler."""
-        if not isinstance(query, jax.Array) or layout not in _LAYOUTS:
+        if layout not in _LAYOUTS or not all(isinstance(x, jax.Array) for x in arrays):
             return None
-        there = jax.typeof(query).sharding
-        mesh, spec = there.mesh, tuple(there.spec)
-        dims = 3 if layout == "packed" else 4
-        if not mesh.explicit_axes or not any(spec) or query.ndim != dims:
+        types = [jax.typeof(x).sharding for x in arrays]
+        over = [x for x, one in zip(arrays, types, strict=True) if any(one.spec)]
+        rank = 3 if layout == "packed" else 4
+        if not over or not jax.typeof(over[0]).sharding.mesh.explicit_axes:
             return None
-        if isinstance(getattr(query, "sharding", None), jax.sharding.NamedSharding):
-            concrete = query.sharding.mesh
-            mesh = concrete if isinstance(concrete, jax.sharding.Mesh) else mesh
+        if any(x.ndim != rank for x in arrays):  # for admission to refuse
+            return None
+        mesh, spec = jax.typeof(over[0]).sharding.mesh, tuple(types[0].spec)
+        known = getattr(over[0], "sharding", None)
+        if isinstance(known, jax.sharding.NamedSharding):
+            mesh = known.mesh if isinstance(known.mesh, jax.sharding.Mesh) else mesh
         head_dim = 2 if layout == "BTNH" else 1
         return cls(mesh, None if layout == "packed" else spec[0], spec[head_dim], layout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from polyattn.errors import InvalidProblem
@@ -71,7 +72,10 @@ def attention_specs(
     columns = None if flat(at.kv_len) & flat(at.q_len) else at.kv_len
     aux = None
     if softmax_aux is not None:
-        aux = legal("softmax_aux", (at.head, *(None,) * (softmax_aux.ndim - 1)))
+        aux = legal("softmax_aux", (at.head, *(None,) * (np.ndim(softmax_aux) - 1)))
+    if layout == "thd":  # one row of all sequences, of which none is cut
+        at = at._replace(batch=None, q_len=None, kv_len=None)
+        columns = None
     return AttnShardingRules(
         legal("query", (at.batch, at.head, at.dim)),
         legal("query", ordered(q, layout)),
@@ -80,8 +84,8 @@ def attention_specs(
         legal("bias", (at.batch, at.head, at.q_len, columns)),
         legal("mask", (at.batch, None, at.q_len, columns)),
         legal("output", ordered(out, layout)),
-        legal("q_segment_ids", (at.batch, at.q_len)),
-        legal("kv_segment_ids", (at.batch, at.kv_len)),
+        legal("q_segment_ids", (at.batch, at.q_len)[layout == "thd" :]),
+        legal("kv_segment_ids", (at.batch, at.kv_len)[layout == "thd" :]),
         aux,
     )
 

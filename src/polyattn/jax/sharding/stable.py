@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from polyattn.errors import InvalidProblem
-from polyattn.jax.sharding.specs import check_divides, flat
+from polyattn.jax.sharding.specs import check_divides, flat, legal
 
 __all__ = ["stable_spec"]
 
@@ -25,7 +25,8 @@ def stable_spec(
 
     `clone_ps`: where the axes of those dims are taken from instead. `dep`: None gives None.
     Without `preserved_indices` it is `state_ps` itself. With a `tensor` and a `mesh`, an axis that
-    the mesh lacks or that does not divide its dim is an error, where others drop it silently.
+    the mesh lacks or that does not divide its dim is an error, where others drop it silently. An
+    axis for two dims is one in any case, and a spec longer than the tensor's rank.
 
     >>> tuple(stable_spec(PartitionSpec("dp", "sp", "tp"), [0, 2]))
     ('dp', None, 'tp')
@@ -38,6 +39,12 @@ def stable_spec(
         source = state_ps if clone_ps is None else clone_ps
         wanted = _checked(preserved_indices, len(state_ps), len(source))
         kept = PartitionSpec(*(source[i] if i in wanted else None for i in range(len(state_ps))))
+    kept = legal("the tensor", tuple(kept))
+    if tensor is not None and len(kept) > tensor.ndim:
+        raise InvalidProblem(
+            f"got a spec of {len(kept)} dims, {kept}, for a tensor of shape {tuple(tensor.shape)}, "
+            "expected one that is no longer than its rank."
+        )
     if mesh is not None:
         for place, axis in enumerate(kept):
             for one in flat(axis):
