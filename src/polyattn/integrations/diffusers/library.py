@@ -54,9 +54,9 @@ def require(untested: bool = False) -> None:
 
 def library() -> Library:
     """Import and return what is used of diffusers."""
-    home = importlib.import_module(HOME)
+    home = vars(importlib.import_module(HOME))
     return Library(
-        home.AttentionBackendName,
-        home._AttentionBackendRegistry,
-        home._templated_context_parallel_attention,
+        home["AttentionBackendName"],
+        home["_AttentionBackendRegistry"],
+        home["_templated_context_parallel_attention"],
     )
