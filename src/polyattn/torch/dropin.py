@@ -31,7 +31,7 @@ from polyattn.selection.prepare import Plan
 from polyattn.selection.registry import registry
 from polyattn.selection.wishes import current_wishes, wishes_of
 from polyattn.torch import short_way, traced
-from polyattn.torch.admission import Call, admit, facts_of
+from polyattn.torch.admission import Call, admit, cast_alike, facts_of
 from polyattn.torch.cache import PLAIN
 from polyattn.torch.call_model import facts_of as facts_of_model
 from polyattn.torch.call_model import model_of_sdpa
@@ -211,6 +211,7 @@ def _beyond(
     if tracing_state() is not None:
         return "torch.jit tracing it"
     q, k, v, mask = (None if x is None else facts_of(x) for x in (q, k, v, mask))
+    q, k, v = cast_alike(q, k, v)
     return only_torch(SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa))
 
 
@@ -322,6 +323,7 @@ def _sdpa_facts(model: Any) -> SdpaFacts:
     q, k, v, mask, dropout_p, is_causal, scale, gqa = model
     q, k, v, mask = (None if x is None else facts_of_model(x) for x in (q, k, v, mask))
     dropout_p, scale = traced.from_text(dropout_p), traced.from_text(scale)
+    q, k, v = cast_alike(q, k, v)
     return SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa)
 
 

@@ -146,7 +146,7 @@ class _Constants:
         """Read grad mode and determinism as they stand while tracing; compiled code guards them."""
         cast = None if self._cast is None else str(self._cast).rpartition(".")[2]
         return Surroundings(
-            None if cast == query.dtype or query.device_type not in ("cpu", "cuda") else cast,
+            cast if query.device_type in ("cpu", "cuda") else None,
             arch_of(query.device),
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
