@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
 from polyattn.torch.kit.masking import bind_mask, check_mask, known
 
-__all__ = ["FRONT", "Call", "admit", "autocast_to", "facts_of", "rebind"]
+__all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "rebind"]
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,21 @@ def rebind(mask: Mask, problem: Problem, q: Tensor, k: Tensor) -> Mask:
 
 
 def autocast_to(dtype: str, device: str) -> torch.dtype | None:
-    """Return what autocast turns arrays of a call into here, or None if it leaves them."""
+    """Return what autocast makes of a call's arrays here, or None if it leaves the query as is."""
     if dtype == "float64" or device not in ("cpu", "cuda"):
         return None
-    if not torch.is_autocast_enabled(device):
-        return None
-    cast = torch.get_autocast_dtype(device)
-    return None if str(cast) == f"torch.{dtype}" else cast
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def cast_alike(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Return the facts of arrays of several dtypes as autocast makes them one, if it does."""
+    dtypes = {x.dtype for x in (q, k, v)}
+    if len(dtypes) == 1 or not dtypes <= {"float32", "float16", "bfloat16"}:
+        return q, k, v
+    if (cast := autocast_to(q.dtype, q.device_type)) is None:
+        return q, k, v
+    name = str(cast).rpartition(".")[2]
+    return replace(q, dtype=name), replace(k, dtype=name), replace(v, dtype=name)
 
 
 def arch_of(device: str) -> str | None:

@@ -21,12 +21,13 @@ from polyattn.problem.machine import Facts
 from polyattn.selection import Selection, platforms
 from polyattn.selection.prepare import select_here
 from polyattn.selection.requests import Request
-from polyattn.torch import platform, short_way
+from polyattn.torch import jagged, platform, short_way
 from polyattn.torch.admission import admit
 from polyattn.torch.call_types import Backends, Options, Step
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.long_way import AttentionWay, dispatch, prepare_call, wishes_here
 from polyattn.torch.traced import attention as traced_attention
+from polyattn.torch.traced import trace_call
 
 __all__ = ["attention", "explain", "plan"]
 
@@ -106,16 +107,23 @@ def attention(
                                 layout, return_lse, deterministic, backend)  # fmt: skip
     if found is not _MISSED:
         return found
-    if _are_symbolic(query, key):  # as torch.export and make_fx trace without Dynamo
-        return traced_attention(query, key, value, mask, bias, scale, softcap, sinks, dropout_p,
-                                layout, return_lse, deterministic, backend)  # fmt: skip
     options = {
         "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks,
         "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
         "deterministic": deterministic,
     }  # fmt: skip
-    held = key_for(query, key, value, Key.of, *options.values(), backend)
-    return dispatch(AttentionWay(options), held, query, key, value, (mask, bias, sinks), backend)
+    return _further_ways(query, key, value, options, backend)
+
+
+def _further_ways(q: Any, k: Any, v: Any, options: dict[str, Any], backend: Any) -> Any:
+    """Run a call that the short way has not taken: of tensors that are not plain, or a new one."""
+    if jagged.is_any_nested(q, k, v):
+        return jagged.attention(attention, q, k, v, {**options, "backend": backend})
+    if _are_symbolic(q, k):  # as torch.export and make_fx trace without Dynamo
+        return trace_call(q, k, v, **options, backend=backend)
+    held = key_for(q, k, v, Key.of, *options.values(), backend)
+    arguments = options["mask"], options["bias"], options["sinks"]
+    return dispatch(AttentionWay(options), held, q, k, v, arguments, backend)
 
 
 def _are_symbolic(*tensors: Any) -> bool:
@@ -194,7 +202,12 @@ def explain(
     if isinstance(query, Problem):
         problem = query
     else:
-        call = admit(query, key, value, **{**_DEFAULTS, **_known_options(options)})
+        options = {**_DEFAULTS, **_known_options(options)}
+        if jagged.is_any_nested(query, key, value):
+            rows = jagged.packed_call(query, key, value, options["layout"], options["mask"])
+            query, key, value = rows.query, rows.key, rows.value
+            options |= {"mask": rows.mask, "layout": "packed"}
+        call = admit(query, key, value, **options)
         problem = call.problem
         problem = problem.with_(device="cpu") if problem.device == "meta" else problem
     if facts is not None:

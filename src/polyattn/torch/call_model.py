@@ -22,8 +22,8 @@ from polyattn.masks.simplify import simplify
 from polyattn.problem.admission import ArrayFacts, Other
 
 __all__ = [
-    "ARRAY", "B", "ROWS", "S", "T", "facts_of", "mask_of", "model_of", "model_of_plain",
-    "model_of_sdpa", "plain_model_of",
+    "ARRAY", "B", "JaggedRows", "ROWS", "S", "T", "facts_of", "mask_of", "model_of",
+    "model_of_plain", "model_of_sdpa", "plain_model_of",
 ]  # fmt: skip
 
 B, T, S = "batch", "queries", "keys"
@@ -31,6 +31,14 @@ B, T, S = "batch", "queries", "keys"
 ROWS = "rows of blocks"
 """How many blocks the queries make: ``(ROWS, block_q)``."""
 ARRAY, _OTHER = "array", "other"
+
+
+class JaggedRows(Packed):
+    """The offsets of jagged tensors inside a compiler: how many there are is not asked.
+
+    A guard on the size that counts the sequences of a jagged input makes torch's compiler (2.13)
+    fail or not as its hashes fall: it may know no source for the symbol.
+    """
 
 
 def plain_model_of(q: Any, k: Any, v: Any, turned: bool, asked: Any, limits: Any) -> Any:
@@ -127,13 +135,22 @@ def model_of(
     if names.fall_short:
         return sizes, mask, None, bounds
     if not exact:
-        bounds = _bounds(b, t, s, model, asked, limits)
+        counted = 2 if _is_of_jagged(mask) else _round_up(b)
+        bounds = _bounds(counted, t, s, model, asked, limits)
     return sizes, mask, model, bounds
 
 
-def _bounds(b: int, t: int, s: int, model: Any, asked: Any, limits: Any) -> Any:
+def _is_of_jagged(mask: Any) -> bool:
+    if isinstance(mask, Mask):
+        for leaf in mask.leaves():
+            if isinstance(leaf, JaggedRows):
+                return True
+    return False
+
+
+def _bounds(for_b: int, t: int, s: int, model: Any, asked: Any, limits: Any) -> Any:
     order = 0 if t == s else -1 if t < s else 1
-    bounds = (_round_up(b), 0 if order == 0 else _round_up(t), order)
+    bounds = (for_b, 0 if order == 0 else _round_up(t), order)
     if s == 0:
         return (*bounds, 0)
     known = limits(model, bounds, asked)
@@ -248,6 +265,12 @@ class _Names:
             found.append((ARRAY, dims, x.dtype, str(x.device), False, True, "strided"))
         return (type(leaf), (block_q, block_k, *found))
 
+    def offsets(self, x: Any) -> Any:
+        """Describe the offsets of a jagged tensor: of one more size than there are sequences."""
+        if self.exact:
+            return self.array(x)
+        return (ARRAY, ((B, 1),), *self.array(x, shaped=False)[2:])
+
     def holder(self, x: Any) -> Any:
         if isinstance(x, Mask):
             if isinstance(x, Not):
@@ -256,6 +279,8 @@ class _Names:
                 return (type(x), (tuple([self.holder(part) for part in x.parts]),))
             if isinstance(x, BlockMap):
                 return self.blocks(x)
+            if isinstance(x, JaggedRows):
+                return (Packed, tuple([self.offsets(a) for a in x.arguments]))
             return (type(x), tuple([self.argument(a, isinstance(x, Dense)) for a in x.arguments]))
         if isinstance(x, Bias):
             return (type(x), (self.array(x.payload),))

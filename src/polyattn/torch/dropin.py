@@ -30,8 +30,9 @@ from polyattn.selection import Selection, Source, scopes
 from polyattn.selection.prepare import Plan
 from polyattn.selection.registry import registry
 from polyattn.selection.wishes import current_wishes, wishes_of
-from polyattn.torch import short_way, traced
-from polyattn.torch.admission import Call, admit, facts_of
+from polyattn.torch import jagged, short_way, traced
+from polyattn.torch.admission import Call, admit, cast_alike, facts_of
+from polyattn.torch.api import attention
 from polyattn.torch.cache import PLAIN
 from polyattn.torch.call_model import facts_of as facts_of_model
 from polyattn.torch.call_model import model_of_sdpa
@@ -48,12 +49,15 @@ from polyattn.torch.internals import (
 )
 from polyattn.torch.keys import Key, key_for, switches
 from polyattn.torch.long_way import AttentionWay, dispatch, runner
+from polyattn.torch.refusals import through_compiler
 
 __all__ = [
     "hand_to_torch",
     "known_as",
+    "reason_of_nested",
     "scaled_dot_product_attention",
     "stock",
+    "takes_jagged",
     "torch_sdpa",
     "trace",
 ]
@@ -146,6 +150,8 @@ def _long_way(
     gqa: Any,
 ) -> Any:
     arguments = q, k, v, attn_mask, dropout_p, is_causal, scale, gqa
+    if takes_jagged(*arguments):
+        return attention(q, k, v, mask=_CAUSAL if is_causal else None, scale=scale, layout="BNTH")
     reason = _beyond(*arguments)
     if reason is None:
         try:
@@ -156,6 +162,16 @@ def _long_way(
             reason = "torch's own switches leave no kernel for it"
     hand_to_torch(reason)
     return stock(*arguments)
+
+
+def takes_jagged(q: Any, k: Any, v: Any, *options: Any) -> bool:
+    """Say whether it is a call of jagged tensors that polyattn models."""
+    return jagged.is_any_nested(q, k, v) and jagged.only_torch(q, k, v, *options) is None
+
+
+def reason_of_nested(q: Any, k: Any, v: Any, *options: Any) -> str | None:
+    """Say why a call with nested tensors is left to torch; None where it is not, or has none."""
+    return jagged.only_torch(q, k, v, *options) if jagged.is_any_nested(q, k, v) else None
 
 
 def stock(
@@ -203,6 +219,8 @@ def _beyond(
     q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
 ) -> str | None:
     """Say why polyattn leaves a call to torch, or None."""
+    if nested := reason_of_nested(q, k, v, mask, dropout_p, is_causal, scale, gqa):
+        return nested
     for x in (q, k, v, *(() if mask is None else (mask,))):
         if type(x) not in PLAIN:
             return f"a tensor of type {type(x).__name__}"
@@ -211,6 +229,7 @@ def _beyond(
     if tracing_state() is not None:
         return "torch.jit tracing it"
     q, k, v, mask = (None if x is None else facts_of(x) for x in (q, k, v, mask))
+    q, k, v = cast_alike(q, k, v)
     return only_torch(SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa))
 
 
@@ -259,22 +278,24 @@ def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict
     }  # fmt: skip
 
 
-def hand_to_torch(reason: str) -> None:
+def hand_to_torch(reason: str, function: str = _NAME) -> None:
     """Note that torch's own function runs a call, or raise Unsupported if a request forbids."""
-    selection = _selection(reason, scopes.current_scope(), scopes.local.module)
+    selection = _selection(reason, scopes.current_scope(), scopes.local.module, function)
     for ran in scopes.recording.get(()):
         ran.append(selection)
 
 
-def _selection(reason: str, scope: str | None, module: str | None) -> Selection:
+def _selection(
+    reason: str, scope: str | None, module: str | None, function: str = _NAME
+) -> Selection:
     """Return the selection of torch's own function; raise Unsupported if a request forbids it."""
-    fallback = _refused(reason, scope, module)
+    fallback = _refused(reason, scope, module, function)
     return Selection(
         "torch", Source.HEURISTIC, reason=reason, version=torch.__version__, fallback=fallback
     )
 
 
-def _refused(reason: str, scope: str | None, module: str | None) -> str | None:
+def _refused(reason: str, scope: str | None, module: str | None, function: str) -> str | None:
     """Return which request gives way to torch's own function, if one does; raise if it may not."""
     wanted = wishes_of(None, None, scope, module)
     asked = [(str(source), f"asks for {_listed(r.names)}") for source, r in wanted.ordered()]
@@ -291,7 +312,7 @@ def _refused(reason: str, scope: str | None, module: str | None) -> str | None:
     allow = "" if barred else 'allow torch to step in with on_unsupported="fallback", '
     raise Unsupported(
         f"got a call that polyattn does not model ({reason}) and would leave to torch's own "
-        f"scaled_dot_product_attention, expected one for a backend of polyattn, since {source} "
+        f"{function}, expected one for a backend of polyattn, since {source} "
         f"{wish}. Lift the request around this call, {allow}or pass what polyattn models."
     )
 
@@ -312,7 +333,7 @@ def _left_to_torch(model: Any, scope: str | None, module: str | None, epoch: str
     try:
         return traced.noted(_selection(reason, scope, module), torch_sdpa)
     except Unsupported as error:
-        raise traced.through_compiler(error) from None
+        raise through_compiler(error) from None
 
 
 mark_constant(_left_to_torch)
@@ -322,6 +343,7 @@ def _sdpa_facts(model: Any) -> SdpaFacts:
     q, k, v, mask, dropout_p, is_causal, scale, gqa = model
     q, k, v, mask = (None if x is None else facts_of_model(x) for x in (q, k, v, mask))
     dropout_p, scale = traced.from_text(dropout_p), traced.from_text(scale)
+    q, k, v = cast_alike(q, k, v)
     return SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa)
 
 
@@ -340,6 +362,10 @@ def trace(
     scope = scopes.local.traced or (None if scope is _state else scope)
     p_text, scale_text = traced.as_text(dropout_p), traced.as_text(scale)
     model = model_of_sdpa(q, k, v, attn_mask, p_text, is_causal, scale_text, gqa)
+    if isinstance(model, str) and takes_jagged(
+        q, k, v, attn_mask, dropout_p, is_causal, scale, gqa
+    ):
+        return attention(q, k, v, mask=_CAUSAL if is_causal else None, scale=scale, layout="BNTH")
     number = _left_to_torch(model, scope, scopes.local.module, _state.epoch)
     if number >= 0:
         traced.note(number)

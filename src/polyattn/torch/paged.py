@@ -22,7 +22,7 @@ from polyattn.torch.call_types import Backends, PagedOptions
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.long_way import dispatch
-from polyattn.torch.traced import refuse
+from polyattn.torch.refusals import refuse
 
 __all__ = ["paged_attention"]
 

@@ -25,7 +25,7 @@ from polyattn.torch.call_types import Backends, QuantizedOptions
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.long_way import dispatch
-from polyattn.torch.traced import refuse
+from polyattn.torch.refusals import refuse
 
 __all__ = ["QuantizedWay", "quantized_attention"]
 

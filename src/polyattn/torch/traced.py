@@ -26,16 +26,18 @@ from polyattn.problem.admission import admit as admit_call
 from polyattn.selection import Selection, scopes
 from polyattn.selection.prepare import Plan, prepare
 from polyattn.selection.wishes import Wishes, wishes_of
+from polyattn.torch import jagged
 from polyattn.torch.admission import arch_of
 from polyattn.torch.call_model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
-from polyattn.torch.internals import mark_constant, order_effects, passed_on
+from polyattn.torch.internals import mark_constant, order_effects
 from polyattn.torch.keys import switches
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.kit.masking import bind_mask
 from polyattn.torch.long_way import switched_on
 from polyattn.torch.open_lengths import limits_of, with_numbers
+from polyattn.torch.refusals import through_compiler
 
-__all__ = ["as_text", "attention", "from_text", "note", "noted", "refuse", "through_compiler"]
+__all__ = ["as_text", "attention", "from_text", "note", "noted", "trace_call"]
 
 
 _plans: dict[int, Plan] = {}
@@ -60,6 +62,7 @@ def attention(
     backend: Any,
 ) -> Any:
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
+    given = scale, softcap, dropout_p
     scale = None if scale is None else as_text(scale)
     softcap = None if softcap is None else as_text(softcap)
     if isinstance(dropout_p, Tensor) or dropout_p != 0.0:
@@ -75,6 +78,13 @@ def attention(
     if mask is None and bias is None and sinks is None and _is_plain(q, k, v, layout):
         sizes, found, bounds = plain_model_of(q, k, v, layout == "BNTH", asked, _limits_of_plain)
         name = "" if found is None else _prepare_plain(found, bounds, asked)
+    if name == "" and jagged.is_any_nested(q, k, v):
+        options = {
+            "mask": mask, "bias": bias, "scale": given[0], "softcap": given[1], "sinks": sinks,
+            "dropout_p": given[2], "layout": layout, "return_lse": return_lse,
+            "deterministic": deterministic, "backend": backend,
+        }  # fmt: skip
+        return jagged.attention(trace_call, q, k, v, options)
     if name == "":
         q, k, v, sizes, simple, name = _prepared(q, k, v, mask, bias, sinks, layout, asked)
     if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0 or sizes[3] == 0:
@@ -90,6 +100,11 @@ def attention(
     if name.startswith("operator"):
         return getattr(_state, name)(q, k, v)[0]
     return getattr(_state, name)(q, k, v, simple, bias, sinks)
+
+
+def trace_call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Trace a call with all options, in their order."""
+    return attention(q, k, v, *options.values())
 
 
 def _is_plain(q: Any, k: Any, v: Any, layout: Any) -> bool:
@@ -146,7 +161,7 @@ class _Constants:
         """Read grad mode and determinism as they stand while tracing; compiled code guards them."""
         cast = None if self._cast is None else str(self._cast).rpartition(".")[2]
         return Surroundings(
-            None if cast == query.dtype or query.device_type not in ("cpu", "cuda") else cast,
+            cast if query.device_type in ("cpu", "cuda") else None,
             arch_of(query.device),
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
@@ -332,24 +347,6 @@ def _forget() -> None:
 
 _passing: list[int] = []
 scopes.listeners.append(_forget)
-
-
-def refuse(text: str) -> None:
-    """Raise InvalidProblem while tracing."""
-    raise through_compiler(InvalidProblem(text))
-
-
-mark_constant(refuse)
-
-
-def through_compiler(error: PolyattnError) -> PolyattnError:
-    """Return the error as one that the compiler hands on as it is, of the same class."""
-    kind = type(error)
-    name = kind.__qualname__
-    passed = type(name, (kind, passed_on()), {"__module__": kind.__module__})
-    made = passed.__new__(passed, *error.args)
-    made.__dict__.update(vars(error), first_useful_frame=None)
-    return made
 
 
 @functools.cache

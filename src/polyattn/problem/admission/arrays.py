@@ -46,8 +46,8 @@ class Other:
 class Surroundings(NamedTuple):
     """What a call takes from around it.
 
-    `cast`: the dtype that autocast turns float inputs into, or None. `trains`: gradients are
-    recorded. `deterministic`: what holds where the call itself does not say.
+    `cast`: the dtype that autocast turns float inputs into, which may be the query's, or None.
+    `trains`: gradients are recorded. `deterministic`: what holds where the call does not say.
     `spread`: the mesh axes over which the sequence lies, whose rows the arrays are.
     """
 

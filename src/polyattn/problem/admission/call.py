@@ -91,7 +91,7 @@ def admit(
         check_mask(mask, problem, read, front.arange)
     if bias is not None:
         check_bias_shape(bias, problem)
-    return Admitted(problem, mask, around.cast)
+    return Admitted(problem, mask, None if {q.dtype, k.dtype, v.dtype} == {dtype} else around.cast)
 
 
 def _not_read(payload: Any) -> None:

@@ -41,6 +41,7 @@ from polyattn.torch.internals.compiling import (
     register_jit_builtin,
     require_cpp_compiler,
     run_uncompiled,
+    script_as,
     tensor_guards,
 )
 from polyattn.torch.internals.differentiation import (
@@ -54,6 +55,12 @@ from polyattn.torch.internals.differentiation import (
     legacy_batch_together,
     may_carry_tangents,
     outside_transforms,
+)
+from polyattn.torch.internals.layers import (
+    fused_attention,
+    fused_encoder_layer,
+    nested_rows,
+    rows_like,
 )
 from polyattn.torch.internals.memory import (
     address_of,
@@ -78,6 +85,7 @@ from polyattn.torch.internals.modules import (
     set_compiled_call,
     unwrapped,
 )
+from polyattn.torch.internals.nested import known_lengths, ragged_dim
 from polyattn.torch.internals.operators import (
     OPERATORS_MODULE,
     can_use,
@@ -167,6 +175,10 @@ __all__ = [
     "forget_jit_builtin",
     "frame_conversion",
     "function_modes",
+    "fused_attention",
+    "fused_encoder_layer",
+    "nested_rows",
+    "rows_like",
     "hook_tables",
     "inductor_config",
     "inline_as",
@@ -181,6 +193,8 @@ __all__ = [
     "is_watched",
     "is_wrapped_by_transform",
     "keep_from_tracing",
+    "known_lengths",
+    "ragged_dim",
     "is_zero_tensor",
     "legacy_batch_apart",
     "legacy_batch_together",
@@ -201,6 +215,7 @@ __all__ = [
     "replace_operator",
     "require_cpp_compiler",
     "run_uncompiled",
+    "script_as",
     "saved_tensor_hooks",
     "set_children",
     "set_compiled_call",

@@ -43,6 +43,7 @@ __all__ = [
     "register_jit_builtin",
     "require_cpp_compiler",
     "run_uncompiled",
+    "script_as",
     "tensor_guards",
 ]
 
@@ -332,6 +333,11 @@ def register_jit_builtin(function: Any, operator: str) -> None:
     register = _register()
     if register is not None:
         register(function, operator)
+
+
+def script_as(function: Any, original: Any) -> None:
+    """Have torch.jit script calls of `function` as it scripts another Python function."""
+    function.__prepare_scriptable__ = lambda: original
 
 
 def forget_jit_builtin(function: Any) -> None:

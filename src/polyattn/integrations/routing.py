@@ -1,0 +1,223 @@
+"""What routing replaces in other modules' namespaces, and who is told what ran.
+
+A :class:`Seam` is one function of torch's and what stands in for it while a routing is entered. All
+are put in place together, in one pass over the modules, and taken out when the last routing ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from polyattn import settings
+from polyattn.selection import Selection, scopes
+from polyattn.selection.wishes import current_wishes
+from polyattn.torch.dropin import hand_to_torch
+from polyattn.torch.internals import (
+    OPERATORS_MODULE,
+    forget_jit_builtin,
+    inline_as,
+    register_jit_builtin,
+    replace_operator,
+    script_as,
+    torch_sdpa,
+)
+
+__all__ = ["Compiled", "Listener", "Router", "SdpaCall", "Seam", "router"]
+
+
+class SdpaCall(NamedTuple):
+    """The arrays of one call, as the program passed them."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any
+
+
+class Listener(Protocol):
+    """Hears what each call ran on."""
+
+    def ran(self, selection: Selection, call: SdpaCall | None) -> None:
+        """A call ran; `call` is None where its arrays cannot be seen (in compiled code)."""
+
+    def passed(self, reason: str, call: SdpaCall | None) -> None:
+        """A call went to torch itself, because polyattn does not model it."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One function of torch's, and its stand-in.
+
+    `operator`: what torch.jit scripts calls of the stand-in as; otherwise it scripts the original.
+    `seen_through`: compilers find the original where they look at the stand-in. `for_compilers`:
+    what stands where they look operators up by name, instead of the stand-in.
+    """
+
+    original: Callable[[], Any]
+    stand_in: Any
+    operator: str = ""
+    seen_through: bool = True
+    for_compilers: Any = None
+
+
+class Compiled:
+    """A recorder (see `polyattn.selection.scopes`) of calls that come through no stand-in."""
+
+    def append(self, selection: Selection) -> None:
+        router.tell([selection], None)
+
+
+class Router:
+    """What is replaced at present, and who listens."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.depth = 0
+        self.listeners: tuple[Listener, ...] = ()
+        self.scopes: tuple[str, ...] = ()  # for threads, which begin without any scope
+        self._seams: list[Seam] = []
+        self._replaced: list[tuple[Any, Any]] = []
+
+    def add(self, *seams: Seam) -> None:
+        """Have further functions replaced while a routing is entered."""
+        self._seams += seams
+
+    def enter(self, listener: Listener | None, scope: str | None) -> None:
+        """Put all stand-ins in place, unless they are; `scope` holds in threads without one."""
+        with self.lock:
+            self.depth += 1
+            self.scopes = (*self.scopes, scope or (self.scopes[-1] if self.scopes else ""))
+            if listener is not None:
+                self.listeners = (*self.listeners, listener)
+                scopes.record(1)  # calls look for recorders
+            if self.depth == 1:
+                self._put_in_place()
+
+    def leave(self, listener: Listener | None) -> None:
+        """Undo :meth:`enter`."""
+        with self.lock:
+            self.depth -= 1
+            self.scopes = self.scopes[:-1]
+            if listener is not None:
+                scopes.record(-1)
+                kept = list(self.listeners)
+                kept.remove(listener)
+                self.listeners = tuple(kept)
+            if self.depth == 0:
+                back = [(new, old) for old, new in self._replaced]
+                back += [(s.for_compilers, torch_sdpa) for s in self._seams if s.for_compilers]
+                _swap(back)
+                for seam in self._seams:
+                    forget_jit_builtin(seam.stand_in)
+
+    def _put_in_place(self) -> None:
+        self._replaced = []
+        for seam in self._seams:
+            original = seam.original()
+            if original is None:  # this torch has none
+                continue
+            if seam.operator:
+                register_jit_builtin(seam.stand_in, seam.operator)
+            else:
+                script_as(seam.stand_in, original)
+            if seam.seen_through:
+                inline_as(seam.stand_in, original)
+            self._replaced.append((original, seam.stand_in))
+        _swap(self._replaced)
+        for seam in self._seams:
+            if seam.for_compilers is not None:
+                replace_operator(seam.stand_in, seam.for_compilers)
+
+    # --- what is told ---
+
+    def tell(self, heard: Sequence[Selection], call: SdpaCall | None) -> None:
+        """Tell the listeners what a call ran on."""
+        for selection in heard:
+            if selection.problem is None:
+                self.tell_passed(selection.reason, call)
+                continue
+            for listener in self.listeners:
+                listener.ran(selection, call)
+
+    def tell_passed(self, reason: str, call: SdpaCall | None) -> None:
+        """Tell the listeners that a call went to torch."""
+        for listener in self.listeners:
+            listener.passed(reason, call)
+
+    def hand_over(
+        self, reason: str, call: SdpaCall | None, function: str = "scaled_dot_product_attention"
+    ) -> None:
+        """Note and tell that torch runs a call, or raise Unsupported if a request forbids it.
+
+        `function`: the one of torch's.
+        """
+        others = _others()
+        if others or self.is_asked():
+            token = scopes.recording.set(tuple(others))
+            try:
+                hand_to_torch(reason, function)
+            finally:
+                scopes.recording.reset(token)
+        self.tell_passed(reason, call)
+
+    def is_watched(self) -> bool:
+        """Say whether anything may be asked for, or anybody listens; quick if nothing ever was."""
+        return (
+            bool(self.listeners) or scopes.state.armed or settings.raw(settings.BACKEND) is not None
+        )
+
+    def is_asked(self) -> bool:
+        """Say whether anything is asked for here, which then holds whatever is gained by it."""
+        if self.scopes and self.scopes[-1] and scopes.current_scope() is None:
+            return True
+        wanted = current_wishes()
+        return bool(wanted.ordered() or wanted.scope.never)
+
+    def run(self, call: SdpaCall | None, function: Callable[[], Any]) -> Any:
+        """Run a call under the routing's request, and tell the listeners of this call only."""
+        if self.scopes and self.scopes[-1] and scopes.current_scope() is None:
+            before = scopes.enter(self.scopes[-1])  # in a thread that began without it
+            try:
+                return self.run(call, function)
+            finally:
+                scopes.leave(before)
+        if not self.listeners:
+            return function()
+        heard: list[Selection] = []
+        token = scopes.recording.set((*_others(), heard))
+        try:
+            return function()
+        finally:
+            scopes.recording.reset(token)
+            self.tell(heard, call)
+
+
+def _others() -> Sequence[Any]:
+    """Return the recorders in force but those of compiled code, which hear of a call otherwise."""
+    return [r for r in scopes.recording.get(()) if not isinstance(r, Compiled)]
+
+
+_KEPT = ("torch._", "torch.overrides", "torch.fx", "torch.jit", "polyattn")
+
+
+def _swap(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Put the new where a module's namespace holds the old; torch's inner tables are left alone."""
+    wanted = {id(old): (old, new) for old, new in pairs}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_KEPT) and name != OPERATORS_MODULE:
+            continue
+        held = getattr(module, "__dict__", None)
+        if not isinstance(held, dict):
+            continue
+        for key, value in list(held.items()):
+            found = wanted.get(id(value))
+            if found is not None and found[0] is value:
+                setattr(module, key, found[1])
+
+
+router = Router()
+"""The router of this process."""
