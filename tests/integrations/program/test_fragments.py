@@ -12,7 +12,7 @@ from tests.integrations.program.test_ledger import case, ran
 def wrote(folder, name, pid, cases=(), passed=(), group=None, ended=True):
     """Let a process of this name write its file."""
     process = Process(name, group or name, pid, os.getppid())
-    ledger = FileLedger(folder, lambda: process)
+    ledger = FileLedger(folder, lambda asked: process)
     ledger.begin()
     for entry, on, count in cases:
         ledger.count(ledger.add(RanOn(ledger.add(entry), on)), count)

@@ -18,8 +18,8 @@ from tests.integrations.program.programs import GIVE_UP_S, SRC
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks of another kind")
 
 
-def process(name="me", pid=None):
-    return Process(name, name, pid or os.getpid(), os.getppid(), threads=1)
+def process(asked=True, name="me"):
+    return Process(name, name, os.getpid(), os.getppid(), threads=1 if asked else None)
 
 
 def case(q_len=4):
@@ -36,7 +36,7 @@ import os, signal, sys
 from pathlib import Path
 from polyattn.integrations.program.asked import Passed, Process
 from polyattn.integrations.program.ledger import FileLedger
-ledger = FileLedger(Path(sys.argv[1]), lambda: Process("me", "me", os.getpid(), os.getppid()))
+ledger = FileLedger(Path(sys.argv[1]), lambda asked: Process("me", "me", os.getpid(), os.getppid()))
 place = ledger.add(Passed("reason", "", 0))
 ledger.count(place, 41)
 print("wrote", flush=True)
@@ -112,11 +112,12 @@ def test_a_line_that_was_not_finished_is_none(tmp_path):
 
 def test_a_name_that_is_known_later_counts(tmp_path):
     names = iter(["python", "rank 0", "rank 0"])
-    ledger = FileLedger(tmp_path, lambda: process(next(names)))
+    ledger = FileLedger(tmp_path, lambda asked: process(asked, next(names)))
     ledger.begin()
     ledger.count(ledger.add(Passed("one", "", 0)), 1)
     ledger.count(ledger.add(Passed("two", "", 0)), 1)
-    assert [one.name for one in record_of_folder(tmp_path).processes] == ["rank 0"]
+    (found,) = record_of_folder(tmp_path).processes
+    assert (found.name, found.threads) == ("rank 0", 1)
 
 
 def test_a_folder_that_is_gone_or_full_does_not_end_the_program(tmp_path, capsys, monkeypatch):

@@ -101,6 +101,15 @@ def test_what_cannot_be_routed_is_said_and_the_program_goes_on(run):
     assert "torch was imported, but not routed" in one["why"]
 
 
+def test_where_nothing_can_be_said_the_program_goes_on(run, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(START_UP)
+    import polyattn_start_up
+
+    polyattn_start_up.say(str(tmp_path / "gone"), "what", "why")  # the run is over
+    polyattn_start_up.say(os.devnull, "what", "why")
+    assert not (tmp_path / "gone").exists()
+
+
 def test_a_module_is_as_if_nobody_waited(run):
     folder, modules = run
     (modules / "jax.py").write_text("assert __spec__.loader is __loader__\n")

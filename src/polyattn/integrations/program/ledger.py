@@ -64,12 +64,14 @@ class Ledger:
 
 
 class FileLedger(Ledger):
-    """A ledger in a folder; `process` gives what this process is called, when it first has to.
+    """A ledger in a folder; ``process(asked)`` says what this process is called at present.
+
+    `asked`: whether it has asked anything yet.
 
     Where it cannot be written, a line on stderr says so, once, and the program goes on.
     """
 
-    def __init__(self, folder: Path, process: Callable[[], Process]) -> None:
+    def __init__(self, folder: Path, process: Callable[[bool], Process]) -> None:
         super().__init__()
         self._folder, self._process = folder, process
         self._lines: int | None = None
@@ -77,20 +79,20 @@ class FileLedger(Ledger):
         self._said: Process | None = None
         self._lost = False
 
-    def begin(self) -> None:
+    def begin(self, asked: bool = False) -> None:
         """Make the files, if they are not there yet, and say what this process is called now."""
         if self._lost:
             return
         if self._lines is None:
             self._open()
-        process = self._process()
+        process = self._process(asked)
         if process != self._said:
             self._said = process
             self._write({"kind": "process", **plain(process)})
 
     def add(self, entry: Entry) -> int:
         """Write an entry down, as a line of the file."""
-        self.begin()
+        self.begin(asked=True)
         place = super().add(entry) if self._mapped is None else self._added(entry)
         self._write({"at": place, **_line(entry)})
         return place

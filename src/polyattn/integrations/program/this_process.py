@@ -47,8 +47,9 @@ class Routed:
     def _new_ledger(self) -> FileLedger:
         return FileLedger(self._folder, self._process)
 
-    def _process(self) -> Process:
-        return of_this_process(self._told.supervisor, torch.get_num_threads())
+    def _process(self, asked: bool) -> Process:
+        """Ask torch for its threads once it works: the question settles them."""
+        return of_this_process(self._told.supervisor, torch.get_num_threads() if asked else None)
 
     def _in_fork(self) -> None:
         """Begin anew: what was counted is the parent's. The file is made when there is a call."""

@@ -53,10 +53,12 @@ class _Waiting:
         if name not in self.names:
             return None
         for finder in sys.meta_path:
-            spec: Any = None if finder is self else finder.find_spec(name, path, target)
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec: Any = finder.find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self)
+                    spec.loader = _Loader(spec.loader, name, self)
                 return spec
         return None
 
@@ -76,8 +78,8 @@ class _Waiting:
 class _Loader:
     """The loader of a library, until it has loaded it."""
 
-    def __init__(self, loader: Any, waiting: _Waiting) -> None:
-        self._loader, self._waiting = loader, waiting
+    def __init__(self, loader: Any, name: str, waiting: _Waiting) -> None:
+        self._loader, self._name, self._waiting = loader, name, waiting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -85,34 +87,43 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._waiting.imported(module.__spec__.name, module)
+        self._waiting.imported(self._name, module)
 
 
 def say(folder: str, what: str, why: str) -> None:
     """Write down what is out of sight; nothing if the run is over."""
-    if os.path.isdir(folder):
-        with open(os.path.join(folder, f"{os.getpid()}.said"), "a", encoding="utf-8") as file:
+    path = os.path.join(folder, f"{os.getpid()}.said")
+    try:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, "why": why}) + "\n")
+    except OSError:  # nobody reads any more, or this is another user: no matter of the program's
+        return
 
 
 def _route(name: str, folder: str) -> None:
     """Route this process once it has torch, and see to the other libraries; or say why not."""
-    from importlib.util import find_spec
-
     what = " ".join(" ".join(sys.orig_argv[1:]).split())[:_LONG] or "python"
-    spec = find_spec("polyattn")
-    origin = None if spec is None else spec.origin
-    home = None if not origin else os.path.realpath(os.path.dirname(origin))
-    if home != _HOME:
-        where = "no polyattn" if home is None else f"another polyattn, in {home}"
-        say(folder, what, f"its Python, {sys.executable}, has {where}")
-        return
     try:
+        other = _other_polyattn()
+        if other:
+            say(folder, what, f"its Python, {sys.executable}, has {other}")
+            return
         from polyattn.integrations.program import libraries
 
         libraries.imported(name, folder)
     except Exception as error:  # whatever is wrong, the program goes on as without us
         say(folder, what, f"{name} was imported, but not routed: {type(error).__name__}: {error}")
+
+
+def _other_polyattn() -> str:
+    """Say what this Python has in place of the polyattn of the run; "" if it has that."""
+    from importlib.util import find_spec
+
+    spec = find_spec("polyattn")
+    if spec is None or not spec.origin:
+        return "no polyattn"
+    home = os.path.realpath(os.path.dirname(spec.origin))
+    return "" if home == _HOME else f"another polyattn, in {home}"
 
 
 def _watch_children(subprocess: Any, folder: str) -> None:
