@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import statistics
@@ -33,6 +32,7 @@ from polyattn.selection.prepare import select_here
 from polyattn.selection.registry import registry
 from polyattn.selection.select import select
 from polyattn.selection.wishes import Wishes
+from polyattn.torch.flags import snapshot
 from polyattn.tuning import Key, Measurement, digest, lookup
 
 __all__ = ["Bounds", "Progress", "tune"]
@@ -242,9 +242,11 @@ def _stored(key: Key, measured: list[CaseResult]) -> ClassResult:
 
 def _flags_of(measured: list[CaseResult]) -> dict[str, Any]:
     """Return how the flags of the framework stand that the cases are of."""
-    framework = measured[0].problem.framework
-    found: dict[str, Any] = importlib.import_module(f"polyattn.{framework}.flags").snapshot()
-    return found
+    if measured[0].problem.framework == "jax":
+        from polyattn.jax.flags import snapshot as of_jax  # where JAX is there
+
+        return of_jax()
+    return snapshot()
 
 
 def _key(problem: Problem) -> Key:

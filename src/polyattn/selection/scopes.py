@@ -129,9 +129,17 @@ def entered_by_coroutine() -> bool:
     flags = frame.f_code.co_flags
     if flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE):
         return True
-    loops = sys.modules.get("asyncio")
-    in_loop = loops is not None and loops._get_running_loop() is not None
-    return bool(flags & inspect.CO_GENERATOR) and in_loop
+    return bool(flags & inspect.CO_GENERATOR) and _in_event_loop()
+
+
+def _in_event_loop() -> bool:
+    if (loops := sys.modules.get("asyncio")) is None:
+        return False
+    try:
+        loops.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _begin_epoch() -> None:

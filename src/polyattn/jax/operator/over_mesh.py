@@ -66,7 +66,8 @@ def over_mesh(
         out_specs=(place.out, place.lse if with_lse else None), check_vma=False,
     )  # fmt: skip
     given = placed(mesh, (call.query, call.key, call.value, arrays), (*place.specs, specs))
-    return run(*given)  # type: ignore[no-any-return]
+    # compiled: JAX cannot run a kernel with a rule of its own for gradients under it eagerly
+    return jax.jit(run)(*given)  # type: ignore[no-any-return]
 
 
 def devices_along(mesh: Any, axis: Axis) -> int:
@@ -152,13 +153,7 @@ def spread_over(
         )
     devices_of(metadata)
     heads_second = given["layout"] == "BNTH"
-    for name, wanted in (("bias", (None,)), ("dropout_p", (0.0,)), ("layout", ("BTNH", "BNTH"))):
-        if given[name] not in wanted:
-            raise InvalidProblem(
-                f"got {name} over a sequence that is spread, expected {wanted[0]!r}."
-            )
-        given.pop(name)
-    given.pop("dropout_key")
+    _check_spreadable(given)
     arrays = {name: given.pop(name) for name in ("mask", "sinks")}
     q, k, v = (x.swapaxes(1, 2) if heads_second else x for x in (call.query, call.key, call.value))
     generation = mode in GENERATION_MODES
@@ -184,6 +179,16 @@ def spread_over(
     )  # fmt: skip
     out, lse = run(*placed(mesh, (q, k, v, arrays), places))
     return (out.swapaxes(1, 2) if heads_second else out), lse
+
+
+def _check_spreadable(options: dict[str, Any]) -> None:
+    """Take out of the options what no spread call has; raise where it is given."""
+    for name, wanted in (("bias", (None,)), ("dropout_p", (0.0,)), ("layout", ("BTNH", "BNTH"))):
+        if options.pop(name) not in wanted:
+            raise InvalidProblem(
+                f"got {name} over a sequence that is spread, expected {wanted[0]!r}."
+            )
+    options.pop("dropout_key")
 
 
 def _of_rows(path: Any, x: Any, batch: Axis, head: Axis, axis: Axis) -> PartitionSpec:

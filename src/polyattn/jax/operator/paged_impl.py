@@ -116,4 +116,4 @@ class PagedAttention(AttentionImpl):
             shared, mesh=mesh, in_specs=specs,
             out_specs=(rows, PartitionSpec(batch, head, None)), check_vma=False,
         )  # fmt: skip
-        return run(*placed(mesh, arrays, specs))
+        return jax.jit(run)(*placed(mesh, arrays, specs))  # see over_mesh

@@ -81,4 +81,4 @@ class ExplicitPlace(NamedTuple):
             share, mesh=self.mesh, in_specs=places,
             out_specs=(rows, lse) if options.get("return_lse") else rows, check_vma=False,
         )  # fmt: skip
-        return run(*placed(self.mesh, (*arrays, given), places))
+        return jax.jit(run)(*placed(self.mesh, (*arrays, given), places))  # as over_mesh does

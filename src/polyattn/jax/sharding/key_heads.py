@@ -22,13 +22,13 @@ class KeyHeads(NamedTuple):
     """Where the key/value heads of a device's query heads are.
 
     `axis`: what they are spread over, the first of the query heads' axes; along `shared`, the
-    others, devices get the same heads and pick theirs. `count`: query heads of a device, `group`:
+    others, devices get the same heads and pick theirs. `own`: query heads of a device, `group`:
     N // K.
     """
 
     axis: Axis
     shared: tuple[str, ...]
-    count: int
+    own: int
     group: int
 
     @classmethod
@@ -37,7 +37,7 @@ class KeyHeads(NamedTuple):
 
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
         >>> KeyHeads.of(mesh, ("a", "b"), 16, 4)
-        KeyHeads(axis='a', shared=('b',), count=2, group=4)
+        KeyHeads(axis='a', shared=('b',), own=2, group=4)
         """
         names, taken, devices = axis_names(head), 0, 1
         for name in names:
@@ -59,7 +59,7 @@ class KeyHeads(NamedTuple):
         """
         if not self.shared:
             return x
-        first = jax.lax.axis_index(self.shared) * self.count
-        if self.group % self.count == 0:
+        first = jax.lax.axis_index(self.shared) * self.own
+        if self.group % self.own == 0:
             return jax.lax.dynamic_slice_in_dim(x, first // self.group, 1, dim)
-        return jnp.take(x, (first + jnp.arange(self.count)) // self.group, axis=dim)
+        return jnp.take(x, (first + jnp.arange(self.own)) // self.group, axis=dim)
