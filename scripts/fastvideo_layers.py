@@ -71,7 +71,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tens
     """Return torch's answer in float64 and in float32, laid out (B, T, N, H)."""
     found = []
     for dtype in (torch.float64, torch.float32):
-        arrays = [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
+        arrays: list[Any] = [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
         mask = options.get("attn_mask")
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)

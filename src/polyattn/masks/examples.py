@@ -31,7 +31,7 @@ class Examples:
     def filled(cls, sizes: Sizes, arrays: Arrays, *brackets: Any, **named: Any) -> Any:
         """Make a mask whose signature has these brackets, with arrays that fit the sizes."""
         made: Any = cls
-        return made(*brackets, **named)  # type: ignore[no-any-return]
+        return made(*brackets, **named)
 
     @classmethod
     def example(cls, sizes: Sizes, arrays: Arrays, *numbers: Any) -> Any:

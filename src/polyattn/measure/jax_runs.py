@@ -28,8 +28,9 @@ class JaxRun:
         self._jax: Any = importlib.import_module("jax")
         importlib.import_module("polyattn.jax.kit.pytrees")  # masks and biases pass into jit
         self._inputs = inputs
-        bias = inputs.bias
-        self._mask, self._bias = (x if x is None else x.map(_moved) for x in (inputs.mask, bias))
+        bias: Any = inputs.bias
+        self._mask: Any = None if inputs.mask is None else inputs.mask.map(_moved)
+        self._bias: Any = None if bias is None else bias.map(_moved)
         every = {"query": inputs.q, "key": inputs.k, "value": inputs.v, "sinks": inputs.sinks}
         self._given = {name: None if x is None else to_jax(x) for name, x in every.items()}
         self._given["bias"] = None if self._bias is None else self._bias.payload

@@ -112,7 +112,11 @@ def measure(
     examiners = Examiners(library, jobs=jobs, limit_s=limit_s, memory_mib=memory_mib)
 
     def examine(heard: Callable[[Row], None]) -> None:
-        examiners.run(names, lambda row: (rows.append(row), heard(row))[1])
+        def both(row: Row) -> None:
+            rows.append(row)
+            heard(row)
+
+        examiners.run(names, both)
 
     (progress or _silent)(names, examine)
     rows.sort(key=lambda row: row.name)

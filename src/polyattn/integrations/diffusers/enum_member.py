@@ -25,23 +25,26 @@ def add_member(kind: type[Enum], name: str, value: str) -> Any:
     >>> len(Color), hasattr(Color, "BLUE")
     (1, False)
     """
-    if value in kind._value2member_map_:
-        return kind._value2member_map_[value]
-    member = str.__new__(kind, value)  # type: ignore[call-overload]
-    member._name_, member._value_ = name, value
-    member.__objclass__ = kind
-    member._sort_order_ = len(kind._member_names_)
-    kind._member_names_.append(name)
-    kind._member_map_[name] = member
-    kind._value2member_map_[value] = member
+    tables = vars(kind)
+    if value in tables["_value2member_map_"]:
+        return tables["_value2member_map_"][value]
+    made: Any = str.__new__
+    member = made(kind, value)
+    place = len(tables["_member_names_"])
+    told = {"_name_": name, "_value_": value, "__objclass__": kind, "_sort_order_": place}
+    for attribute, given in told.items():
+        setattr(member, attribute, given)
+    tables["_member_names_"].append(name)
+    tables["_member_map_"][name] = member
+    tables["_value2member_map_"][value] = member
     type.__setattr__(kind, name, member)  # past the class's own guard, which is for its users
     return member
 
 
 def remove_member(kind: type[Enum], member: Any) -> None:
     """Take away a member that :func:`add_member` has made."""
-    name = member._name_
-    kind._member_names_.remove(name)
-    del kind._member_map_[name]
-    del kind._value2member_map_[member._value_]
+    tables, name = vars(kind), member.name
+    tables["_member_names_"].remove(name)
+    del tables["_member_map_"][name]
+    del tables["_value2member_map_"][member.value]
     type.__delattr__(kind, name)

@@ -62,7 +62,8 @@ class _ForeignImpl(AttentionImpl):
 
 def _empty(*names: str) -> AttentionImpl:
     """Return an impl to be filled from what was pickled."""
-    impl = for_foreign_layers(backend_class(*names)).get_impl_cls()
+    backend: Any = backend_class(*names)
+    impl = for_foreign_layers(backend).get_impl_cls()
     return impl.__new__(impl)
 
 

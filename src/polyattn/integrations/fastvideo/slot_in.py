@@ -132,9 +132,8 @@ def _in_place_of(theirs: Any, home: Any) -> Callable[..., Any]:
         from polyattn.integrations.fastvideo.foreign_layer import for_foreign_layers
         from polyattn.integrations.fastvideo.selector import get_attn_backend
 
-        return for_foreign_layers(
-            get_attn_backend(head_size, dtype, default_backend=wished or None)
-        )
+        found: Any = get_attn_backend(head_size, dtype, default_backend=wished or None)
+        return for_foreign_layers(found)
 
     for name in ("cache_clear", "cache_info"):
         if hasattr(theirs, name):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polyattn.masks.base import Align
+from polyattn.masks.index import Align
 
 __all__ = ["Frame"]
 

@@ -103,7 +103,8 @@ def attend_paged(
             "index that continuous batching makes otherwise."
         )
     window = given.get("sliding_window")
-    if _updates_keywords(type(cache)):
+    kind: Any = type(cache)
+    if _updates_keywords(kind):
         given = dict(given)
         sliding = cache.layer_to_allocator[module.layer_idx]
         window = getattr(sliding, "sliding_window", None)

@@ -43,12 +43,12 @@ def _searched(config: Any) -> Any:
     """Return the model beside the configuration that says it is configured by it."""
     module = config.__module__.replace(".configuration_", ".modeling_")
     base = importlib.import_module("transformers").PreTrainedModel
-    found = [
+    found: list[Any] = [
         one
         for _, one in inspect.getmembers(importlib.import_module(module), inspect.isclass)
         if issubclass(one, base)
         and one.__module__ == module
-        and one.config_class is config
+        and getattr(one, "config_class", None) is config
         and not one.__name__.endswith("PreTrainedModel")
         and "forward" in vars(one)
     ]
