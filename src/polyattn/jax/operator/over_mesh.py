@@ -55,11 +55,8 @@ def over_mesh(
     def shared(q: Any, k: Any, v: Any, arrays: Any) -> Any:
         k, v = (place.keys.mine(x, place.head_dim) for x in (k, v))
         if place.parts > 1:
-            told: dict[str, Any] = {
-                "axis": place.key_axis,
-                "devices": place.parts,
-                "return_lse": True,
-            }
+            told: dict[str, Any] = {"axis": place.key_axis, "devices": place.parts}
+            told["return_lse"] = True
             found = over_split_keys(attend, q, k, v, **told, **options, **arrays)
             return found if with_lse else (found[0], None)
         found = attend(q, k, v, **options, **arrays, return_lse=with_lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -140,14 +141,17 @@ def built(name: str) -> Built:
     raise failure
 
 
+_from_config = operator.attrgetter("_from_config")
+
+
 def _made(kind: Any, config: Any) -> Any:
     with torch.device("meta"):
-        twin = kind._from_config(copy.deepcopy(config), attn_implementation="eager")
+        twin = _from_config(kind)(copy.deepcopy(config), attn_implementation="eager")
     weights = sum(p.numel() for p in twin.parameters())
     if weights > _MOST_WEIGHTS:
         raise ValueError(f"{weights:,} weights, though its configuration was made small")
     torch.manual_seed(0)
-    model = kind._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
+    model = _from_config(kind)(config, attn_implementation="eager").eval().requires_grad_(False)
     if hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(Exception):  # grouped products, which have no float64
             model.set_experts_implementation("eager")
