@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn.masks import Causal, Dense, Mask, Padding
+from polyattn.integrations.seen_pairs import mask_allowing, narrowed
+from polyattn.masks import Dense, Mask, Padding
 
 __all__ = ["ROWLESS", "mask_of"]
 
@@ -25,9 +26,9 @@ def mask_of(
     `hidden`: (B, T) where `mask_type` is 1, (T, T) or (B, N, T, T) otherwise; not zero = hidden.
 
     >>> mask_of(torch.tensor([[False, True], [False, False]]), 1, (2, 4, 2))
-    Padding(kv=2)
+    Padding(q=None, kv=2)
     >>> mask_of(torch.ones(3, 3).triu(1), 0, (2, 4, 3))
-    Causal()
+    Causal('top_left')
     >>> mask_of(torch.ones(2, 2), 1, (2, 4, 2))
     'rows that see no key, for which torch gives NaN'
     """
@@ -58,15 +59,5 @@ def _of_keys(hidden: Tensor) -> Mask | str | None:
 
 
 def _of_pairs(hidden: Tensor) -> Mask | str | None:
-    for dim in (0, 1):  # one for all entries of the batch, or all heads, is one
-        if hidden.stride(dim) == 0:
-            hidden = hidden.narrow(dim, 0, 1)
-    seen = ~hidden.bool()
-    if not bool(seen.any(-1).all()):
-        return ROWLESS
-    if seen.shape[:2] == (1, 1):
-        if torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril()):
-            return Causal()
-        if bool(seen.all()):
-            return None
-    return Dense(seen)
+    seen = ~narrowed(hidden).bool()
+    return mask_allowing(seen) if bool(seen.any(-1).all()) else ROWLESS

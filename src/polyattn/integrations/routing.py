@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 from polyattn import settings
 from polyattn.selection import Selection, scopes
 from polyattn.selection.wishes import current_wishes
-from polyattn.torch.dropin import hand_to_torch
 from polyattn.torch.internals import (
     OPERATORS_MODULE,
     forget_jit_builtin,
@@ -25,6 +24,7 @@ from polyattn.torch.internals import (
     script_as,
     torch_sdpa,
 )
+from polyattn.torch.left_to_torch import hand_to_torch
 
 __all__ = ["Compiled", "Listener", "Router", "SdpaCall", "Seam", "router"]
 

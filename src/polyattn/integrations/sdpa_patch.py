@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
+from polyattn.integrations import flex_calls as _flex_calls  # noqa: F401 - adds its seam
 from polyattn.integrations import fused_layers as _fused_layers  # noqa: F401 - adds its seams
 from polyattn.integrations.routing import Compiled, Listener, SdpaCall, Seam, router
 from polyattn.selection import scopes

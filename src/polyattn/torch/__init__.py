@@ -29,6 +29,7 @@ from polyattn.torch.internals import mark_constant as _mark_constant
 if typing.TYPE_CHECKING:
     from polyattn.torch.api import attention, explain, plan
     from polyattn.torch.dropin import scaled_dot_product_attention
+    from polyattn.torch.flex_masks import block_mask
     from polyattn.torch.paged import paged_attention
     from polyattn.torch.quantize import quantize_kv
     from polyattn.torch.quantized import quantized_attention
@@ -38,13 +39,14 @@ scopes.is_tracing = torch.compiler.is_dynamo_compiling
 _mark_constant(requests.nested)
 
 __all__ = [
-    "QuantizedCache", "attention", "explain", "paged_attention", "plan", "quantize_kv",
-    "quantized_attention", "scaled_dot_product_attention",
+    "QuantizedCache", "attention", "block_mask", "explain", "paged_attention", "plan",
+    "quantize_kv", "quantized_attention", "scaled_dot_product_attention",
 ]  # fmt: skip
 
 # Imported when first asked for: hooks, which attend to nothing, need polyattn.torch.internals only.
 _LAZY = {
     "attention": "polyattn.torch.api",
+    "block_mask": "polyattn.torch.flex_masks",
     "explain": "polyattn.torch.api",
     "paged_attention": "polyattn.torch.paged",
     "plan": "polyattn.torch.api",

@@ -11,7 +11,7 @@ chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -26,10 +26,9 @@ from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
 from polyattn.masks.biases import DenseBias
 from polyattn.problem.admission import SdpaFacts, only_torch
-from polyattn.selection import Selection, Source, scopes
+from polyattn.selection import scopes
 from polyattn.selection.prepare import Plan
-from polyattn.selection.registry import registry
-from polyattn.selection.wishes import current_wishes, wishes_of
+from polyattn.selection.wishes import current_wishes
 from polyattn.torch import jagged, short_way, traced
 from polyattn.torch.admission import Call, admit, cast_alike, facts_of
 from polyattn.torch.api import attention
@@ -48,11 +47,10 @@ from polyattn.torch.internals import (
     tracing_state,
 )
 from polyattn.torch.keys import Key, key_for, switches
+from polyattn.torch.left_to_torch import hand_to_torch, noted_for_torch, traced_scope
 from polyattn.torch.long_way import AttentionWay, dispatch, runner
-from polyattn.torch.refusals import through_compiler
 
 __all__ = [
-    "hand_to_torch",
     "known_as",
     "reason_of_nested",
     "scaled_dot_product_attention",
@@ -278,49 +276,6 @@ def _options(attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any) -> dict
     }  # fmt: skip
 
 
-def hand_to_torch(reason: str, function: str = _NAME) -> None:
-    """Note that torch's own function runs a call, or raise Unsupported if a request forbids."""
-    selection = _selection(reason, scopes.current_scope(), scopes.local.module, function)
-    for ran in scopes.recording.get(()):
-        ran.append(selection)
-
-
-def _selection(
-    reason: str, scope: str | None, module: str | None, function: str = _NAME
-) -> Selection:
-    """Return the selection of torch's own function; raise Unsupported if a request forbids it."""
-    fallback = _refused(reason, scope, module, function)
-    return Selection(
-        "torch", Source.HEURISTIC, reason=reason, version=torch.__version__, fallback=fallback
-    )
-
-
-def _refused(reason: str, scope: str | None, module: str | None, function: str) -> str | None:
-    """Return which request gives way to torch's own function, if one does; raise if it may not."""
-    wanted = wishes_of(None, None, scope, module)
-    asked = [(str(source), f"asks for {_listed(r.names)}") for source, r in wanted.ordered()]
-    barred = [name for name in wanted.scope.never if name in registry.groups()["torch_sdpa"]]
-    if barred:
-        asked.append(("SCOPE", f"forbids {_listed(barred)}"))
-    if not asked:
-        return None
-    source, wish = asked[0]
-    request = wanted.ordered()[0][1] if wanted.ordered() else wanted.scope
-    policy = request.on_unsupported or wanted.scope.on_unsupported or wanted.on_unsupported
-    if policy == "fallback" and not barred:
-        return f"{source} {wish}, but polyattn does not model {reason}"
-    allow = "" if barred else 'allow torch to step in with on_unsupported="fallback", '
-    raise Unsupported(
-        f"got a call that polyattn does not model ({reason}) and would leave to torch's own "
-        f"{function}, expected one for a backend of polyattn, since {source} "
-        f"{wish}. Lift the request around this call, {allow}or pass what polyattn models."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
 def _left_to_torch(model: Any, scope: str | None, module: str | None, epoch: str) -> int:
     """Return -1 for a traced call that polyattn models, else the number under which it is noted.
 
@@ -329,11 +284,7 @@ def _left_to_torch(model: Any, scope: str | None, module: str | None, epoch: str
     reason = model if isinstance(model, str) else only_torch(_sdpa_facts(model), exact=False)
     if reason is None:
         return -1
-    registry.discover()  # which ends the epoch, and with it what was noted
-    try:
-        return traced.noted(_selection(reason, scope, module), torch_sdpa)
-    except Unsupported as error:
-        raise through_compiler(error) from None
+    return noted_for_torch(reason, scope, module)
 
 
 mark_constant(_left_to_torch)
@@ -358,8 +309,7 @@ def trace(
     gqa: Any,
 ) -> Any:
     """Trace one call; what polyattn does not model is left to torch's own operator."""
-    scope = _state.scope
-    scope = scopes.local.traced or (None if scope is _state else scope)
+    scope = traced_scope()
     p_text, scale_text = traced.as_text(dropout_p), traced.as_text(scale)
     model = model_of_sdpa(q, k, v, attn_mask, p_text, is_causal, scale_text, gqa)
     if isinstance(model, str) and takes_jagged(
