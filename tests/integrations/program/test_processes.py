@@ -100,10 +100,12 @@ def die(how):
     ask(4)
     if how == "signal":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "error":
+        raise ValueError("theirs")
     os._exit(3)
 
 if __name__ == "__main__":
-    for how in ("signal", "exit"):
+    for how in ("signal", "exit", "error"):
         child = mp.get_context("fork").Process(target=die, args=(how,), name=how)
         child.start()
         child.join()
@@ -116,9 +118,10 @@ if __name__ == "__main__":
     report = reported(tmp_path, text)
     states = {one["name"]: one["state"] for one in report["processes"]}
     assert states == {
-        "the program": "ended", "signal": "cut short", "exit": "ended", "program.py": "cut short",
+        "the program": "ended", "signal": "cut short", "exit": "ended", "error": "ended",
+        "program.py": "cut short",
     }  # fmt: skip
-    assert calls(report) == {"signal": 4, "exit": 4, "program.py": 5}
+    assert calls(report) == {"signal": 4, "exit": 4, "error": 4, "program.py": 5}
 
 
 def test_ranks_of_torchrun(tmp_path):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # What is waited for, and what it means that it was imported.
-_OF_OTHERS = "computes attention by kernels of its own, whose calls are not seen"
+_OF_OTHERS = "was imported; what its own kernels compute is not seen"
 _LIBRARIES = {
     "torch": "",
     "transformers.modeling_utils": "",
@@ -23,7 +23,7 @@ _LIBRARIES = {
     "flash_attn_interface": _OF_OTHERS,
     "sageattention": _OF_OTHERS,
     "xformers.ops": _OF_OTHERS,
-    "jax": "its attention is not routed; a program calls polyattn.jax.attention itself",
+    "jax": "was imported; its attention is not routed (polyattn.jax.attention is for calls)",
 }
 _HOME = os.path.realpath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 _PYTHON = re.compile(r"python[\d.]*t?(\.exe)?")
