@@ -30,13 +30,13 @@ def test_every_situation(tmp_path: Path) -> None:
     assert found == dict.fromkeys((*SITUATIONS, "quantised", "adapters train"), "same")
 
 
-@pytest.mark.parametrize("fault", [lambda self, unit, wanted: self._one_more(unit), None])
+@pytest.mark.parametrize("fault", [lambda self, unit, soon: self._one_more(unit), None])
 def test_memory(
     fault: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots that are taken anew for every use are too many."""
     if fault is not None:
-        monkeypatch.setattr(slots.Slots, "for_now", fault)
+        monkeypatch.setattr(slots.Slots, "for_soon", fault)
         monkeypatch.setattr(bench_offload, "_PEAK_SLACK", 0)
     assert main(["offload", "--only", "memory", "--json"]) == (0 if fault is None else 1)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
