@@ -50,6 +50,9 @@ def test_loading_it_loads_nothing_of_polyattn(pytester: pytest.Pytester) -> None
         """,
         "-W",
         "error",
+        # the plugin of another package, which may be here beside it
+        "-p",
+        "no:jaxtyping",
         # of an editable install, whose import hook is a file of the plugin's distribution
         "-W",
         "ignore:Module already imported so cannot be rewritten; _editable",
