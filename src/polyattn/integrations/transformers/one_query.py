@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn.integrations.transformers.composed import factory_of, held
-from polyattn.integrations.transformers.padding import bounds_of, is_readable, keys_of
+from polyattn.integrations.transformers.padding import Bounds, bounds_of, is_readable, keys_of
 from polyattn.masks import Dense, LeftPadding, Mask, Padding
 
 __all__ = ["range_of_one_query"]
@@ -42,20 +42,35 @@ def range_of_one_query(
     if found is None:
         return None
     start, end = found
-    starts = torch.zeros((), dtype=torch.int32, device=device) if start is None else start
-    starts = starts.clamp(min=0).to(torch.int32).expand(batch)
-    ends = end.clamp(max=keys).to(torch.int32).expand(batch)
     extra: Mask | None = None
     if attention_mask is not None:
-        real = keys_of(attention_mask, batch, kv_offset, keys)
-        bounds = bounds_of(real) if is_readable(real) else None
-        if bounds is None:
-            extra = Dense(real[:, None, None, :])
-        else:
-            starts, ends = torch.maximum(starts, bounds.starts), torch.minimum(ends, bounds.ends)
-    # one that begins after its end is empty in both
-    mask = LeftPadding(kv_starts=torch.minimum(starts, ends)) & Padding(kv_lengths=ends)
+        bounds, extra = _told(attention_mask, batch, keys, kv_offset)
+        if bounds is not None:
+            end = torch.minimum(end, bounds.ends)
+            start = bounds.starts if start is None else torch.maximum(start, bounds.starts)
+    ends = end.clamp(max=keys).to(torch.int32).expand(batch)
+    if start is None:
+        starts = torch.zeros(batch, dtype=torch.int32, device=device)
+    else:  # one that begins after its end is empty in both
+        starts = torch.minimum(start.clamp(min=0), ends).to(torch.int32).expand(batch)
+    mask = LeftPadding(kv_starts=starts) & Padding(kv_lengths=ends)
     return mask if extra is None else mask & extra
+
+
+def _told(
+    attention_mask: Tensor, batch: int, keys: int, kv_offset: int
+) -> tuple[Bounds | None, Mask | None]:
+    """Return where the real tokens are, or the mask of them if they are not together."""
+    readable = is_readable(attention_mask)
+    told = attention_mask.shape[1] - kv_offset
+    if readable and bool(attention_mask.all()):
+        if told >= keys:
+            return None, None
+        numbers = [attention_mask.new_full((), x, dtype=torch.int32) for x in (0, told)]
+        return Bounds(*numbers), None
+    real = keys_of(attention_mask, batch, kv_offset, keys)
+    bounds = bounds_of(real) if readable else None
+    return (None, Dense(real[:, None, None, :])) if bounds is None else (bounds, None)
 
 
 def _range(function: Any, place: Tensor, kv_offset: Any) -> tuple[Tensor | None, Tensor] | None:

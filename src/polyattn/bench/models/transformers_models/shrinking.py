@@ -17,6 +17,7 @@ __all__ = ["VOCABULARY", "WAYS", "shrink"]
 VOCABULARY = 384
 _WIDTHS_BY, _HEADS_BY = 16, 4
 _MOST_LAYERS = 5
+_PATCHES = 4
 _LONG = 40  # from this value on a field is a width, and not a count
 
 _LAYERS = re.compile(
@@ -62,7 +63,29 @@ def set_sizes(config: Any) -> None:
     _Shrinking(lambda name, value: _SIZES.get(name)).of(config)
 
 
-WAYS: tuple[Callable[[Any], None], ...] = (shrink, set_sizes, keep_widths)
+def shrink_pictures(config: Any) -> None:
+    """Give the parts that see pictures small ones: of a few patches a side."""
+    side, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if type(side) is int and type(patch) is int and side > _PATCHES * patch:
+        with contextlib.suppress(Exception):
+            config.image_size = _PATCHES * patch
+    for part in list(vars(config).values()):
+        if hasattr(part, "model_type"):
+            shrink_pictures(part)
+
+
+def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable[[Any], None]:
+    def way(config: Any) -> None:
+        first(config)
+        then(config)
+
+    return way
+
+
+WAYS: tuple[Callable[[Any], None], ...] = (
+    _both(shrink, shrink_pictures), _both(set_sizes, shrink_pictures), shrink, set_sizes,
+    keep_widths,
+)  # fmt: skip
 """How a configuration is made small; the first way that gives a model that runs is taken."""
 
 _SIZES = {
@@ -96,6 +119,7 @@ class _Shrinking:
         self._layers = 0
 
     def of(self, config: Any) -> None:
+        _fill(config)
         self._layers = _layer_count(config)
         kept = _kept_layers(config, self._layers)
         for name, value in list(vars(config).items()):
@@ -147,6 +171,17 @@ class _Shrinking:
         return None
 
 
+def _fill(config: Any) -> None:
+    """Say what a configuration leaves open, and its models need: as every checkpoint of it does."""
+    heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    if type(heads) is not int or type(width) is not int:
+        return
+    for name, value in (("num_key_value_heads", heads), ("head_dim", width // max(heads, 1))):
+        if getattr(config, name, 0) is None:
+            with contextlib.suppress(Exception):
+                setattr(config, name, value)
+
+
 def _layer_count(config: Any) -> int:
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         count = getattr(config, name, None)
@@ -160,7 +195,7 @@ def _kept_layers(config: Any, count: int) -> tuple[int, ...]:
     lists = [
         value
         for value in vars(config).values()
-        if isinstance(value, list) and len(value) == count and isinstance(value[0], (str, bool))
+        if isinstance(value, list) and len(value) == count > 0 and isinstance(value[0], (str, bool))
     ]
     kinds = [str(kind) for kind in zip(*lists, strict=True)] if lists and count > 2 else []
     first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
