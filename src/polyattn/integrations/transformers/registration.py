@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.errors import Unsupported
+from polyattn.integrations.on_import import OnImport
 from polyattn.integrations.transformers.library import (
     HOME,
     NAME,
@@ -17,7 +18,6 @@ from polyattn.integrations.transformers.library import (
     require,
     supports_interface,
 )
-from polyattn.integrations.transformers.on_import import OnImport
 
 __all__ = ["is_registered", "register", "unregister"]
 
