@@ -194,8 +194,6 @@ void wide_steps_leave_tiles_out() {
   expect(Masked(1, kLong).sized(TermKind::step, 1).tiles(0) == range(0, 64), "steps of one key");
 }
 
-}  // namespace
-
 void every(int64_t cases) {
   random_masks(cases);
   chunks_visit_themselves_alone();
@@ -204,10 +202,11 @@ void every(int64_t cases) {
   wide_steps_leave_tiles_out();
 }
 
+}  // namespace
 }  // namespace polyattn::testing
 
 int main() {
-  polyattn::testing::every(600);
+  polyattn::testing::every(300);
   std::printf("mask: %d failures\n", polyattn::testing::failures);
   return polyattn::testing::failures == 0 ? 0 : 1;
 }

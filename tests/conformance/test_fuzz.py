@@ -320,7 +320,7 @@ def test_random_cases_cover_the_ground() -> None:
     drawn = [random_case(rng) for _ in range(3000)]
     kinds = {word for case in drawn for word in _words(case.mask)}
     assert kinds >= {kind.__name__ for kind in LEAVES if kind is not Packed}
-    assert kinds >= {"and", "or", "bottom_right", "top_left"}
+    assert kinds >= {"and", "or", "not", "bottom_right", "top_left"}
     assert {case.dtype for case in drawn} == {"float16", "bfloat16", "float32", "float64"}
     assert {case.layout for case in drawn} == {"BTNH", "BNTH", "packed"}
     assert {letter for case in drawn for letter in case.strides} == set("cteso")

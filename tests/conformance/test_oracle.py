@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from polyattn import Causal, Dense, Packed, Padding, PrefixLM, Segments, Window
+from polyattn import (
+    Causal,
+    Chunked,
+    Dense,
+    Dilated,
+    FirstKeys,
+    LeftPadding,
+    Packed,
+    Padding,
+    PrefixLM,
+    Segments,
+    Window,
+)
 from polyattn.backends.reference.torch import reference_attention
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import build
@@ -23,6 +35,15 @@ DRAWN = {
     "window-bottom-right": (Window(left=1, right=1), 2, 4, [".###", "..##"]),
     "window-top-left": (Causal("top_left") & Window(1, 1), 2, 4, ["#...", "##.."]),
     "padding": (Padding([3], [2]), 4, 4, ["##..", "##..", "##..", "...."]),
+    "left-padding": (LeftPadding([1], [2]), 3, 4, ["....", "..##", "..##"]),
+    "chunks": (Chunked(3), 3, 5, ["###..", "...##", "...##"]),
+    "chunks-more-queries": (Chunked(2), 5, 3, ["...", "...", "##.", "##.", "..#"]),
+    "chunks-top-left": (Causal("top_left") & Chunked(2), 2, 4, ["#...", "##.."]),
+    "steps": (Dilated(2), 3, 5, ["#.#.#", ".#.#.", "#.#.#"]),
+    "steps-more-queries": (Dilated(3), 4, 2, [".#", "..", "#.", ".#"]),
+    "first-keys": (FirstKeys(1), 2, 3, ["#..", "#.."]),
+    "not": (~Causal(), 2, 4, ["...#", "...."]),
+    "not-of-several": (~(Causal() & ~FirstKeys(1)), 2, 4, ["#..#", "#..."]),
     "segments": (Segments([0, 0, 1], [0, 1, 1, 2]), 3, 4, ["#...", "#...", ".##."]),
     "prefix": (PrefixLM([2]), 3, 4, ["##..", "###.", "####"]),
     "blocks": (BlockMap(2, 3, [[[[1, 0], [0, 1]]]], [[[1, 2]]]), 3, 5, ["...##", "...##", "#####"]),
@@ -39,9 +60,15 @@ def test_masks_are_painted_as_drawn(name: str) -> None:
 
 
 def test_packed_sequences_are_painted_each_by_itself() -> None:
-    mask = Packed([0, 1, 1, 3], [0, 2, 3, 5]) & Causal()
-    painted = allowed(Case(b=3, t=3, s=5, layout="packed"), mask)[0, 0]
-    assert ["".join(".#"[int(x)] for x in row) for row in painted] == ["##...", "...#.", "...##"]
+    packed = Packed([0, 1, 1, 3], [0, 2, 3, 5])
+    for mask, rows in (
+        (Causal(), ["##...", "...#.", "...##"]),
+        (~Causal(), [".....", "....#", "....."]),
+        (FirstKeys(1), ["#....", "...#.", "...#."]),
+        (LeftPadding(q_starts=[0, 0, 1]), ["##...", ".....", "...##"]),
+    ):
+        painted = allowed(Case(b=3, t=3, s=5, layout="packed"), packed & mask)[0, 0]
+        assert ["".join(".#"[int(x)] for x in row) for row in painted] == rows
 
 
 ELEMENTS = {

@@ -143,12 +143,14 @@ def test_what_is_no_call_is_left_alone() -> None:
 
 def test_masks_share_an_entry_where_they_are_equal() -> None:
     q, k, v = (torch.randn(1, 8, 2, 8) for _ in range(3))
-    for mask in (Causal(), Causal() & Window(left=2)):
+    for mask in (Causal(), Causal() & Window(left=2), ~Causal() | Window(left=0)):
         for _ in range(3):
             attention(q, k, v, mask=mask)
         assert both(q, k, v, mask=mask) is not short_way.MISSED
     assert both(q, k, v, mask=Causal() & Window(left=2)) is not short_way.MISSED
+    assert both(q, k, v, mask=~Causal() | Window(left=0)) is not short_way.MISSED
     assert both(q, k, v, mask=Causal() & Window(left=3)) is short_way.MISSED
+    assert both(q, k, v, mask=~(Causal() & Window(left=2))) is short_way.MISSED
 
 
 def test_errors_of_kernels_reach_the_caller_and_nothing_runs_twice() -> None:

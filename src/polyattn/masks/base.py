@@ -13,7 +13,7 @@ from polyattn.masks.index import Align, Index
 from polyattn.masks.needs import Call, Writer
 from polyattn.masks.payload import same
 
-__all__ = ["And", "Full", "Mask", "Not", "Or"]
+__all__ = ["And", "Full", "Mask", "Not", "Or", "is_nothing"]
 
 
 class Mask(Examples):

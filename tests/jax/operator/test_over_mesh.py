@@ -17,7 +17,7 @@ PROGRAM = """
 import itertools
 import jax, jax.numpy as jnp, numpy as np
 from polyattn import Alibi, BlockMap, Causal, Dense, DenseBias, InvalidProblem, Padding
-from polyattn import Segments, Window
+from polyattn import Chunked, LeftPadding, Segments, Window
 from polyattn.jax import AttentionMetadata, AttentionRegistry, PartitionAxis, attention
 
 assert jax.device_count() == 8
@@ -26,6 +26,7 @@ draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
 q, k, v = draw(0, B, T, N, H), draw(1, B, T, K, H), draw(2, B, T, K, H)
 masks = [
     None, Causal() & Window(left=3), Padding(kv_lengths=jnp.array([3, 8, 1, 0])),
+    LeftPadding(q_starts=jnp.array([0, 3, 8, 1]), kv_starts=jnp.array([0, 3, 1, 8])) & ~Chunked(3),
     Segments(jnp.arange(T) // 3), Segments(jnp.arange(B * T).reshape(B, T) // 5),
     Dense(draw(3, B, N, T, T) > 0), Dense(draw(3, 1, 1, T, T) > 0),
     BlockMap(4, 4, jnp.zeros((1, N, 2, 1), jnp.int32), jnp.ones((1, N, 2), jnp.int32)),

@@ -29,7 +29,7 @@ def spec_of(path: Any, x: Any, batch: Axis, head: Axis) -> PartitionSpec:
     """
     name = str(getattr(path[-1], "name", getattr(path[-1], "key", "")))
     dims: list[Axis] = [None] * x.ndim
-    if name in ("q_lengths", "kv_lengths", "lengths"):
+    if name in ("q_lengths", "kv_lengths", "lengths", "q_starts", "kv_starts"):
         dims[0] = batch
     elif name in ("q_ids", "kv_ids") and x.ndim == 2:
         dims[0] = batch if x.shape[0] > 1 else None
