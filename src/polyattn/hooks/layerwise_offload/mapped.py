@@ -91,6 +91,11 @@ class MappedFile:
         if 0 <= age < _TICK_S:
             time.sleep(_TICK_S - age)
 
+    def rename(self, path: Path) -> None:
+        """Give the file, which is this process's own so far, another name."""
+        self.path.replace(path)
+        self.path, self._seen = path, self._state()
+
     def check(self) -> None:
         """Raise if somebody has written to the file since it was opened.
 

@@ -30,7 +30,7 @@ __all__ = ["SCHEMA", "OwnFiles"]
 
 SCHEMA = "polyattn.offload.file/2"
 _CHUNK = 16 << 20
-_TRIES = 3
+_READ = 1 << 20
 
 
 class OwnFiles:
@@ -64,18 +64,10 @@ class OwnFiles:
         name = _digest(layout, segments)
         path = self.folder / f"{name}.weights"
         file = _opened(path, name, layout.nbytes)
-        for _ in range(_TRIES):  # whoever made it may take it away before it is opened
-            if file is not None:
-                break
-            self._write(path, name, layout, segments)
-            file = _opened(path, name, layout.nbytes)
         if file is None:
-            raise OffloadError(
-                f"got {path} without the {layout.nbytes:,} bytes that were written to it, expected "
-                "them: somebody else writes into this folder; name another in disk="
-            )
-        if self.keep:
-            _write_manifest(path, name, layout, kept=True)
+            file = self._write(path, name, layout, segments)
+        elif self.keep:
+            self._want(path, name, layout)
         parts = [
             FilePart(file, offset, segment.nbytes)
             for offset, segment in zip(layout.offsets, layout.segments, strict=True)
@@ -89,7 +81,21 @@ class OwnFiles:
         else:
             self._remove()
 
-    def _write(self, path: Path, name: str, layout: Layout, segments: Sequence[Tensor]) -> None:
+    def _want(self, path: Path, name: str, layout: Layout) -> None:
+        """Have a file stay that somebody else made."""
+        try:
+            _write_manifest(path, name, layout, kept=True)
+        except OSError as error:
+            raise OffloadError(
+                f"got {path.with_suffix('.json')}, which cannot be written ({error.strerror}), "
+                "expected to note there that the file is kept: free some room, or name another "
+                "folder in disk="
+            ) from error
+
+    def _write(
+        self, path: Path, name: str, layout: Layout, segments: Sequence[Tensor]
+    ) -> MappedFile:
+        """Write a file and return it as it was written, whoever takes it away meanwhile."""
         self.require(layout.nbytes)
         draft = path.with_suffix(f".{os.getpid()}-{id(layout):x}.draft")
         try:
@@ -98,7 +104,8 @@ class OwnFiles:
                 file.flush()
                 os.fsync(file.fileno())
             _write_manifest(path, name, layout, kept=self.keep)
-            draft.replace(path)
+            made = MappedFile(draft)
+            made.rename(path)
         except OSError as error:
             raise OffloadError(
                 f"got an error from the disk while writing {layout.nbytes:,} bytes to {path} "
@@ -109,6 +116,7 @@ class OwnFiles:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
         self._made.add(path)
+        return made
 
 
 def _each_chunk(
@@ -137,11 +145,11 @@ def _opened(path: Path, name: str, nbytes: int) -> MappedFile | None:
         file = MappedFile(path)
     except OffloadError:
         return None  # it went just now
-    whole, buffer = hashlib.sha256(), memoryview(bytearray(min(_CHUNK, max(nbytes, 1))))
+    whole, buffer = hashlib.sha256(), memoryview(bytearray(_READ))
     try:
         if file.nbytes == nbytes:
-            for start in range(0, nbytes, _CHUNK):
-                part = buffer[: min(_CHUNK, nbytes - start)]
+            for start in range(0, nbytes, _READ):
+                part = buffer[: min(_READ, nbytes - start)]
                 file.read(start, part)
                 whole.update(part)
             file.check()

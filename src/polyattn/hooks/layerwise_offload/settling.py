@@ -21,7 +21,7 @@ __all__ = ["facts_of", "settle"]
 
 _TRIES = 4
 _MARGIN = 4 << 20
-"""By how much more than was too much a plan is made smaller: a peak differs from run to run."""
+"""What is left free of a budget, at least: a peak differs by it from run to run."""
 
 
 def facts_of(survey: Survey, other: int) -> Facts:
@@ -63,12 +63,11 @@ def _come_true(
         if not plan.streamed:
             return
         seconds, most = handle.measure(lambda engine: confirmed(engine, run))
-        over = 0 if limit is None or most is None else most - limit
+        over = 0 if limit is None or most is None else most + _MARGIN - limit
         if over <= 0:
             handle.expect(_as_seen(plan, seconds, most))
             return
-        more = facts.activation_bytes + over + _MARGIN
-        facts = replace(facts, activation_bytes=more)
+        facts = replace(facts, activation_bytes=facts.activation_bytes + over)
     raise OffloadError(
         f"got a budget of {limit} bytes that {_TRIES} plans passed, the last by {over} bytes, "
         "expected one that holds what a call takes beside the weights: give more"
