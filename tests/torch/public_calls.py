@@ -365,7 +365,43 @@ def flexible(folder: Path) -> None:
     attend(backend="flex")
 
 
+def whole_programs(folder: Path) -> None:
+    """Of a program that needs no library beside torch, small."""
+    from polyattn.bench.programs.program_rows import ProgramRow
+    from polyattn.bench.programs.program_run import Turns, figures, run_row
+    from polyattn.bench.programs.training_programs import Text
+
+    row = ProgramRow("nanogpt training step", "float32", "torch")
+    sizes = Text(width=16, heads=2, layers=1, length=8, batch=1, vocabulary=16)
+    assert run_row(row, 2, sizes=sizes)["ratio"] is not None
+    assert figures(row, Turns({}))["ratio"] is None
+
+
+def integrated(folder: Path) -> None:
+    """With each library that is here; without one, it says so."""
+    for name in ("transformers", "diffusers", "fastvideo.slot_in"):
+        library = importlib.import_module(f"polyattn.integrations.{name}")
+        before = library.is_registered()
+        with contextlib.suppress(MissingDependency):
+            library.register()
+            library.unregister()
+            assert not library.is_registered()
+            if before:
+                library.register()
+
+
 CALLS: dict[str, Call] = {
+    **dict.fromkeys((
+        "polyattn.bench.programs.program_rows.ProgramRow",
+        "polyattn.bench.programs.program_run.Turns",
+        "polyattn.bench.programs.program_run.figures",
+        "polyattn.bench.programs.program_run.run_row",
+    ), whole_programs),
+    **dict.fromkeys((f"polyattn.integrations.{library}.{name}"
+                     for library in ("diffusers", "fastvideo.slot_in", "transformers")
+                     for name in ("is_registered", "register", "unregister")
+                     if (library, name) not in (("diffusers", "register"),
+                                                ("transformers", "register"))), integrated),
     **dict.fromkeys(("polyattn.Alibi", "polyattn.DenseBias", "polyattn.Mask", "polyattn.masks.And",
                      "polyattn.masks.Or", "polyattn.masks.Index"), masks_and_biases),
     **dict.fromkeys(("polyattn.record_selections", "polyattn.set_backend", "polyattn.use_backend"),

@@ -189,14 +189,23 @@ def test_meta_and_fake_tensors_and_subclasses() -> None:
     assert type(sdpa(z, z, z)) is Tagged
 
 
-def test_nested_tensors_go_to_torch_and_are_recorded() -> None:
+def test_strided_nested_tensors_go_to_torch_and_are_recorded() -> None:
+    n = torch.nested.nested_tensor([torch.randn(2, 5, 8), torch.randn(2, 3, 8)])
+    with record_selections() as ran:
+        out = sdpa(n, n, n)
+    assert out.is_nested and ran[0].backend == "torch"
+
+
+def test_jagged_nested_tensors_are_packed_rows() -> None:
     n = torch.nested.nested_tensor(
         [torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged
     )
     x = n.transpose(1, 2)
     with record_selections() as ran:
         out = sdpa(x, x, x)
-    assert out.is_nested and ran[0].backend == "torch"
+    assert out.is_nested and ran[0].backend != "torch"
+    truth = F.scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(out.transpose(1, 2).values(), truth.transpose(1, 2).values())
 
 
 @pytest.mark.parametrize("mask", [None, (6, 7), (2, 1, 7), (1, 7)])
