@@ -145,3 +145,5 @@ class TestLayout:
         assert "  1  2 x, one [a]" in found
         assert "  3  apart" in found
         assert common_tails(["a, b", "c, b"]) == []
+        shapes = "; first of shapes (200, 512, 3200), (200, 512, 3200), (200, 512, 3200)"
+        assert common_tails([f"one{shapes}", f"two{shapes}"]) == []

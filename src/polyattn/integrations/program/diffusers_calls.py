@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Set
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
@@ -25,8 +26,11 @@ _SEEN = {
 }  # fmt: skip
 
 
-def note(recorder: Recorder, registered: bool) -> None:
-    """Count from now on, in a process that has just imported diffusers' dispatcher."""
+def note(recorder: Recorder, registered: bool, seen: Set[str]) -> None:
+    """Count from now on, in a process that has just imported diffusers' dispatcher.
+
+    `registered`: whether ours is; `seen`: further backends whose calls are heard of elsewhere.
+    """
     module = sys.modules["diffusers.models.attention_dispatch"]
     backends = vars(module).get(_REGISTRY)
     dispatch = vars(module).get("dispatch_attention_fn")
@@ -40,7 +44,7 @@ def note(recorder: Recorder, registered: bool) -> None:
         if not is_dynamo_compiling():
             asked = kwargs.get("backend") or backends.get_active_backend()[0]
             name = str(getattr(asked, "value", asked))
-            if name not in _SEEN:
+            if name not in _SEEN and name not in seen:
                 recorder.passed(_reason(name, registered), SdpaCall(query, key, value, None))
         return dispatch(query, key, value, *args, **kwargs)
 

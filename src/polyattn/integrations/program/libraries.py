@@ -22,10 +22,18 @@ def imported(name: str, folder: str) -> None:
     this_process.route(folder)
     here = this_process.routed_here()
     assert here is not None
+    recorder = here.recorder
     if name == "transformers.modeling_utils":
-        transformers_calls.note(here.recorder, register("transformers", here.recorder))
+        seen = {"flex_attention"} if is_flex_routed() else set()
+        transformers_calls.note(recorder, register("transformers", recorder), seen)
     elif name == "diffusers.models.attention_dispatch":
-        diffusers_calls.note(here.recorder, register("diffusers", here.recorder))
+        seen = {"flex"} if is_flex_routed() else set()
+        diffusers_calls.note(recorder, register("diffusers", recorder), seen)
+
+
+def is_flex_routed() -> bool:
+    """Whether calls of ``flex_attention`` are routed, and so counted where they are made."""
+    return find_spec("polyattn.integrations.flex_calls") is not None
 
 
 def register(library: str, recorder: Recorder) -> bool:

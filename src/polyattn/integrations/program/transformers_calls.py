@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
@@ -19,25 +19,29 @@ from polyattn.integrations.program.recorder import Recorder
 
 __all__ = ["note"]
 
-_SEEN = ("sdpa", "polyattn", "paged|sdpa", "paged|polyattn")
+_SEEN = frozenset({"sdpa", "polyattn", "paged|sdpa", "paged|polyattn"})
 _OTHERS = ("_supports_sdpa", "_supports_attention_backend")
 _HINT = "; attn_implementation='polyattn' routes it"
 
 
-def note(recorder: Recorder, registered: bool) -> None:
-    """Count from now on, in a process that has imported ``transformers.modeling_utils``."""
+def note(recorder: Recorder, registered: bool, seen: Set[str]) -> None:
+    """Count from now on, in a process that has imported ``transformers.modeling_utils``.
+
+    `registered`: whether ours is; `seen`: further names whose calls are heard of elsewhere.
+    """
     modeling = sys.modules["transformers.modeling_utils"]
-    _count_calls(modeling.AttentionInterface, recorder, _HINT if registered else "")
+    hint = _HINT if registered else ""
+    _count_calls(modeling.AttentionInterface, recorder, hint, _SEEN | seen)
     _note_models(modeling.PreTrainedModel, recorder)
 
 
-def _count_calls(interface: Any, recorder: Recorder, hint: str) -> None:
+def _count_calls(interface: Any, recorder: Recorder, hint: str, seen: Set[str]) -> None:
     ask = interface.get_interface
 
     @functools.wraps(ask)
     def get_interface(self: Any, attn_implementation: Any, default: Callable[..., Any]) -> Any:
         found = ask(self, attn_implementation, default)
-        if not is_dynamo_compiling() and attn_implementation not in _SEEN:
+        if not is_dynamo_compiling() and attn_implementation not in seen:
             recorder.passed(_reason(attn_implementation, default) + hint, None)
         return found
 

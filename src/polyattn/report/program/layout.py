@@ -89,6 +89,6 @@ def common_tails(texts: Sequence[str], shortest: int = 30) -> list[str]:
 
 
 def _shared(one: str, other: str) -> str:
-    """The end that two texts share, from a comma on and not the whole of either."""
-    cuts = [match.start() for match in re.finditer(", ", one)]
+    """The end that two texts share, from a comma before a word on."""
+    cuts = [match.start() for match in re.finditer(", (?=[a-z`])", one)]
     return next((one[cut:] for cut in cuts if cut and other.endswith(one[cut:])), "")
