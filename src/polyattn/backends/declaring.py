@@ -22,12 +22,18 @@ LAYOUTS = frozenset({"BTNH", "BNTH", "packed"})
 JAX_DEVICES = frozenset({"cpu", "cuda", "rocm", "tpu"})
 
 
-def torch_probe(cuda_only: bool = False, needs: Callable[[], str | None] | None = None) -> Probe:
-    """Say whether torch is here, on which devices, and with what the kernel `needs` of it."""
+def torch_probe(
+    cuda_only: bool = False, needs: Callable[[], str | None] | None = None, meta: bool = False
+) -> Probe:
+    """Say whether torch is here, on which devices, and with what the kernel `needs` of it.
+
+    `meta`: it also runs on tensors without values.
+    """
     if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
         return Missing("torch is not installed", "pip install 'polyattn[torch]'")
     torch = importlib.import_module("torch")
     devices = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
+    devices |= {"meta"} if meta else set()
     if cuda_only:
         devices.discard("cpu")
         if not torch.backends.cuda.is_built():

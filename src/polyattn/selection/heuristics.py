@@ -15,7 +15,7 @@ from polyattn.selection.capabilities import arch_number
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence
 from polyattn.selection.evidence.problem_kinds import is_small, trains, work_of
 
-__all__ = ["EVIDENCE", "ROWS", "Row", "preference"]
+__all__ = ["EVIDENCE", "EXPORTED", "ROWS", "Row", "preference"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,17 @@ def _sparse(p: Problem) -> bool:
 def _wants_wrapping(p: Problem) -> bool:
     """Say whether torch's kernel needs more than itself: not where a compiler fuses that away."""
     return (p.gqa or p.mask is not None) and not (trains(p) or p.compiled)
+
+
+EXPORTED = Row(
+    "exported programs",
+    lambda p: True,
+    ("portable",),
+    "the program is exported, and runs elsewhere: torch's own operators, for any lengths; ask for "
+    "another backend to export that one",
+    rests_on="any machine",
+)
+"""Holds before all others while a program is exported; what to prefer is no matter of speed then."""
 
 
 ROWS: tuple[Row, ...] = (

@@ -18,7 +18,7 @@ from polyattn.problem.processor import instruction_sets
 from polyattn.selection import Accepted, Decision, Rejected, Selection, Source
 from polyattn.selection.capabilities import Reason
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence
-from polyattn.selection.heuristics import preference
+from polyattn.selection.heuristics import EXPORTED, preference
 from polyattn.selection.registry import Backend, Missing, Registry
 from polyattn.selection.requests import Request
 from polyattn.selection.wishes import Wishes
@@ -133,7 +133,7 @@ def select(
         for name, backend in backends.items()
     }
     if active is None:
-        return _automatic(problem, _within(wishes.left, decisions), backends, tuned, evidence)
+        return _chosen(problem, wishes, decisions, backends, tuned, evidence)
     source, request = active
     decisions |= _of_other_frameworks(problem, request.names, decisions, registry)
     overridden = {str(s): ", ".join(r.names) for s, r in requests[1:]}
@@ -149,20 +149,37 @@ def select(
     refusal = _refusal(problem, source, request, decisions)
     if policy == "error":
         raise Unsupported(refusal, decisions)
-    decisions = _within(wishes.left, decisions)
-    chosen = _automatic(problem, decisions, backends, tuned, evidence)
+    chosen = _chosen(problem, wishes, decisions, backends, tuned, evidence)
     fallback = f"{source} asked for {', '.join(request.names)}, which cannot run it"
     return Selection(
         chosen.backend,
         chosen.source,
         chosen.config,
-        decisions,
+        chosen.decisions,
         overridden,
         chosen.reason,
         chosen.version,
         fallback,
         problem,
     )
+
+
+def _chosen(
+    problem: Problem,
+    wishes: Wishes,
+    decisions: dict[str, Decision],
+    backends: Mapping[str, Backend],
+    tuned: Iterable[Tuned],
+    evidence: Evidence,
+) -> Selection:
+    """Choose by itself: for a program that is exported what it can hold, else the fastest."""
+    held = decisions.get(EXPORTED.prefer[0])
+    if wishes.exporting and isinstance(held, Accepted):
+        name, reason, version = EXPORTED.prefer[0], EXPORTED.reason, held.detail
+        return Selection(
+            name, Source.HEURISTIC, {}, decisions, {}, reason, version, problem=problem
+        )
+    return _automatic(problem, _within(wishes.left, decisions), backends, tuned, evidence)
 
 
 def _within(left: frozenset[str] | None, decisions: dict[str, Decision]) -> dict[str, Decision]:

@@ -20,6 +20,7 @@ class Wishes:
     """Everything that is asked for at one call.
 
     `left`: the kernels that the framework's own switches leave to an automatic choice; None: all.
+    `exporting`: the call is written into a program that others run, without polyattn.
     """
 
     forced: Request = field(default_factory=Request)
@@ -30,6 +31,7 @@ class Wishes:
     layer: frozenset[str] | None = None
     left: frozenset[str] | None = None
     on_unsupported: str = "error"
+    exporting: bool = False
 
     def ordered(self) -> tuple[tuple[Source, Request], ...]:
         """Return the requests that name a backend, strongest first."""

@@ -7,11 +7,15 @@ that was prepared then. Everything else happens once for each class of calls, in
 
 from __future__ import annotations
 
+import warnings
 from types import FunctionType
 from typing import Any, Literal, Unpack, cast, overload
 
 from torch import SymInt, Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.fx import Proxy
+from torch.jit import TracerWarning
+from torch.overrides import handle_torch_function
 
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.masks import Mask
@@ -24,6 +28,7 @@ from polyattn.selection.requests import Request
 from polyattn.torch import jagged, platform, short_way
 from polyattn.torch.admission import admit
 from polyattn.torch.call_types import Backends, Options, Step
+from polyattn.torch.internals import is_exported
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.long_way import AttentionWay, dispatch, prepare_call, wishes_here
 from polyattn.torch.traced import attention as traced_attention
@@ -119,7 +124,13 @@ def _further_ways(q: Any, k: Any, v: Any, options: dict[str, Any], backend: Any)
     """Run a call that the short way has not taken: of tensors that are not plain, or a new one."""
     if jagged.is_any_nested(q, k, v):
         return jagged.attention(attention, q, k, v, {**options, "backend": backend})
-    if _are_symbolic(q, k):  # as torch.export and make_fx trace without Dynamo
+    if any(isinstance(x, Proxy) for x in (q, k, v)):  # torch.fx: a call that its graph holds
+        return handle_torch_function(attention, (q, k, v), q, k, v, **options, backend=backend)
+    if is_exported():  # without Dynamo, or by torch.jit.trace
+        with warnings.catch_warnings():  # what sizes decide in there holds for all of them
+            warnings.simplefilter("ignore", TracerWarning)
+            return trace_call(q, k, v, **options, backend=backend)
+    if _are_symbolic(q, k):  # as make_fx traces
         return trace_call(q, k, v, **options, backend=backend)
     held = key_for(q, k, v, Key.of, *options.values(), backend)
     arguments = options["mask"], options["bias"], options["sinks"]

@@ -22,7 +22,7 @@ from polyattn.masks.simplify import simplify
 from polyattn.problem.admission import ArrayFacts, Other
 
 __all__ = [
-    "ARRAY", "B", "JaggedRows", "ROWS", "S", "T", "facts_of", "mask_of", "model_of",
+    "ARRAY", "B", "JaggedRows", "Names", "ROWS", "S", "T", "facts_of", "mask_of", "model_of",
     "model_of_plain", "model_of_sdpa", "plain_model_of",
 ]  # fmt: skip
 
@@ -113,7 +113,7 @@ def model_of(
     fits = rank is not None and isinstance(q, Tensor) and isinstance(k, Tensor)
     fits = fits and isinstance(v, Tensor) and not (q.is_nested or k.is_nested or v.is_nested)
     fits = fits and q.dim() == rank and k.dim() == rank and v.dim() == rank
-    sizes, names, bounds = (1, 1, 1, 1), _Names(), (1, 1, 0, 1)
+    sizes, names, bounds = (1, 1, 1, 1), Names(), (1, 1, 0, 1)
     if fits:
         ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
         t, s = q.shape[ti], k.shape[ti]
@@ -122,7 +122,7 @@ def model_of(
             mask = simplify(mask, t, s)
         if not exact:
             fixed = (q.shape[ni], k.shape[ni], q.shape[-1], v.shape[-1])
-            names = _Names(b, t, s, fixed, layout == "packed")
+            names = Names(b, t, s, fixed, layout == "packed")
         sizes = b, t, s, q.shape[ni]
     elif not exact:
         return sizes, mask, None, bounds
@@ -180,7 +180,7 @@ def _number_of(size: int) -> int:
     return low
 
 
-class _Names:
+class Names:
     """The names of one call's sizes, and its arguments described by them; without: by numbers."""
 
     def __init__(

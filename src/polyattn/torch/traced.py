@@ -29,7 +29,7 @@ from polyattn.selection.wishes import Wishes, wishes_of
 from polyattn.torch import jagged
 from polyattn.torch.admission import arch_of
 from polyattn.torch.call_model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
-from polyattn.torch.internals import mark_constant, order_effects
+from polyattn.torch.internals import is_exported, mark_constant, order_effects
 from polyattn.torch.keys import switches
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.kit.masking import bind_mask
@@ -37,7 +37,10 @@ from polyattn.torch.long_way import switched_on
 from polyattn.torch.open_lengths import limits_of, with_numbers
 from polyattn.torch.refusals import through_compiler
 
-__all__ = ["as_text", "attention", "from_text", "note", "noted", "trace_call"]
+__all__ = [
+    "as_text", "attention", "from_text", "note", "noted", "problem_of", "trace_call",
+    "wishes_of_traced", "with_numbers_as_text",
+]  # fmt: skip
 
 
 _plans: dict[int, Plan] = {}
@@ -74,6 +77,11 @@ def attention(
         scale, softcap, dropout_p, layout, return_lse, deterministic, backend,
         None if scope is _state else scope, _local.traced, _local.module, _state.epoch,
     )  # fmt: skip
+    if is_exported():
+        from polyattn.torch import exported  # loads what compilers use
+
+        if exported.is_portable(asked):
+            return exported.attention(q, k, v, mask, bias, sinks, layout, return_lse, asked)
     name, simple = "", None
     if mask is None and bias is None and sinks is None and _is_plain(q, k, v, layout):
         sizes, found, bounds = plain_model_of(q, k, v, layout == "BNTH", asked, _limits_of_plain)
@@ -185,7 +193,7 @@ def _prepare(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
     Not `strict`: "" for what is no call, since only such a model can say why.
     """
     _define_note()
-    asked = _with_numbers_as_text(asked)
+    asked = with_numbers_as_text(asked)
     model = model if bounds is None else with_numbers(model, bounds)
     if model is None:
         return ""
@@ -208,7 +216,7 @@ def _prepare(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
 mark_constant(_prepare)
 
 
-def _with_numbers_as_text(asked: Any) -> Any:
+def with_numbers_as_text(asked: Any) -> Any:
     return (*[as_text(x) if isinstance(x, (int, float)) else x for x in asked[:3]], *asked[3:])
 
 
@@ -237,11 +245,11 @@ mark_constant(_prepare_plain)
 
 def _limits_of(model: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ...]:
     """Return up to which key lengths one choice serves; see `polyattn.torch.open_lengths`."""
-    asked = _with_numbers_as_text(asked)
+    asked = with_numbers_as_text(asked)
     key = _key((model, bounds), asked)
     known = None if key is None else _limits.get(key)
     if known is None:
-        known = limits_of(model, bounds, lambda model: (_problem_of(model, asked), _wishes(asked)))
+        known = limits_of(model, bounds, lambda model: (problem_of(model, asked), wishes_of_traced(asked)))
         if key is not None:
             _limits[key] = known
     return known
@@ -265,14 +273,14 @@ mark_constant(_number_of)
 
 
 def _kernel_named(model: Any, asked: Any) -> str:
-    plan = prepare(_problem_of(model, asked), _wishes(asked))
+    plan = prepare(problem_of(model, asked), wishes_of_traced(asked))
     with scopes.lock:
         number = next(_counter)
         _plans[number] = plan
         return _named(plan.kernel, number)
 
 
-def _problem_of(model: Any, asked: Any) -> Problem:
+def problem_of(model: Any, asked: Any) -> Problem:
     """Admit a model of numbers."""
     q, k, v, mask, bias, sinks = model
     scale, softcap, dropout_p, layout, return_lse, deterministic = asked[:6]
@@ -284,7 +292,7 @@ def _problem_of(model: Any, asked: Any) -> Problem:
     ).problem  # fmt: skip
 
 
-def _wishes(asked: Any) -> Wishes:
+def wishes_of_traced(asked: Any) -> Wishes:
     backend, scope, traced, module = asked[6:10]
     wanted = wishes_of(backend, None, traced if traced is not None else scope, module)
     # the switches are read while tracing, as torch's own function does

@@ -35,6 +35,7 @@ def declare(registry: Registry) -> None:
     for backend in every:
         registry.register(backend)
     registry.group("torch_sdpa", tuple(backend.name for backend in every), framework="torch")
+    registry.register(_portable())
 
 
 def _flash() -> Backend:
@@ -158,5 +159,26 @@ def _math() -> Backend:
         None,
         "torch",
         "torch's unfused path: matmul, softmax, matmul; materialises the scores",
+        any_lengths=True,
+    )
+
+
+def _portable() -> Backend:
+    anywhere = Capabilities(
+        devices={"cpu", "cuda", "meta"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1),
+        layouts=LAYOUTS, masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True,
+        sinks=True, sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True,
+        backward=True, deterministic=True, deterministic_backward=True, strided=True,
+        compiled=True,
+    )  # fmt: skip
+    return Backend(
+        "portable",
+        "torch",
+        anywhere,
+        functools.partial(torch_probe, meta=True),
+        loader("sdpa.torch", "load_portable"),
+        None,
+        "torch",
+        "torch's own operators, written out: what exported programs hold; materialises the scores",
         any_lengths=True,
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyattn.torch.internals.private_names import deferred, noted
+from polyattn.torch.internals.state import tracing_state
 
 __all__ = [
     "break_graph",
@@ -35,6 +36,8 @@ __all__ = [
     "frame_conversion",
     "inline_as",
     "inductor_config",
+    "is_exported",
+    "is_exported_to_onnx",
     "keep_from_tracing",
     "mark_any_length",
     "mark_constant",
@@ -81,6 +84,29 @@ def mark_constant(function: F) -> F:
 def inline_as(function: Any, operator: Any) -> None:
     """Have compilers find `operator` where they look at `function`."""
     function._torchdynamo_inline = operator
+
+
+# --- what is exported ---
+
+_EXPORTING = noted(
+    "torch.compiler._is_exporting_flag",
+    "torch.export in its strict form takes what torch.compile would",
+)
+def is_exported() -> bool:
+    """Say whether a program is written down for others: by torch.export, ONNX or torch.jit.trace.
+
+    Not torch.compile, whose tracing is not for others; compilers call this while they trace.
+    """
+    # torch 2.9 answers torch.compiler.is_exporting() with True in all that it compiles
+    return bool(getattr(torch.compiler, _EXPORTING.name, False)) or tracing_state() is not None
+
+
+mark_constant(is_exported)
+
+
+def is_exported_to_onnx() -> bool:
+    """Say whether that program is for ONNX."""
+    return bool(torch.onnx.is_in_onnx_export())
 
 
 # --- what is compiled, and what shall not be ---

@@ -20,6 +20,7 @@ from polyattn.problem.admission.masks import check_mask as check_arrays
 from polyattn.torch.internals import (
     are_transforms_active,
     dispatch_modes,
+    is_exported,
     may_be_traced_before_autograd,
 )
 
@@ -206,8 +207,9 @@ def block_bits(mask: BlockMap, kv_len: int) -> Tensor:
 def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
     """Return the dense mask; small ones that the lengths determine are kept."""
     # under a compiler, a dispatch mode (fake tensors, tracing) or a function transform tensors are
-    # its own
+    # its own; where a program is written down, so are sizes
     modes = torch.compiler.is_dynamo_compiling() or dispatch_modes() or are_transforms_active()
+    modes = modes or is_exported()
     if modes or not mask.is_static:
         return Visible(materialise(mask, dims, device), dims)
     key = (mask.signature, dims, device)

@@ -9,6 +9,7 @@ wrong values for a strided last dim (copied), and an lse of 0 for empty rows (re
 operator adds boolean masks up as numbers (never handed any).
 """
 
+from polyattn.backends.sdpa.torch.portable import load_portable
 from polyattn.backends.sdpa.torch.sdpa_kernels import (
     load_cudnn,
     load_efficient,
@@ -16,4 +17,4 @@ from polyattn.backends.sdpa.torch.sdpa_kernels import (
     load_math,
 )
 
-__all__ = ["load_cudnn", "load_efficient", "load_flash", "load_math"]
+__all__ = ["load_cudnn", "load_efficient", "load_flash", "load_math", "load_portable"]

@@ -72,6 +72,7 @@ class _Attend:
         few_rows = problem.q_len <= 32
         wants_fold = bool(config.get("fold", few_rows)) if op.grouped else True
         self.fold = problem.gqa and wants_fold and not self._flag
+        self.fold = self.fold and not op.any_sizes  # whether there are few rows is not known
         if problem.gqa and not op.grouped and not self.fold:
             self.only_causal = self.causal_first = False
             self.fold = True
@@ -90,8 +91,11 @@ class _Attend:
         if mask is not None and not self.only_causal:
             view = visible(mask, dims, q.device)
         elif mask is not None:
-            _, last = key_range(mask, dims.q_len, dims.kv_len)
-            if p.dropout_p > 0:  # torch draws for every key, and so the same for these
+            if self.op.any_sizes:
+                last = dims.q_len  # all that a diagonal from the first query to the last shows
+            else:
+                _, last = key_range(mask, dims.q_len, dims.kv_len)
+            if p.dropout_p > 0 or self.op.any_sizes:  # torch draws for every key: the same here
                 seen = torch.arange(high, device=q.device).unsqueeze(-1) < last
                 k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
             else:
@@ -141,7 +145,7 @@ class _Attend:
             shut = (added == float("-inf")).all(-1, keepdim=True)
             added = torch.where(shut, 0, added) if opening else added
             empty = shut if empty is None else empty | shut
-        if added.shape[-1] != high:
+        if self.op.any_sizes or added.shape[-1] != high:
             added = added.expand(-1, -1, -1, dims.kv_len)[..., :high]
         if sinks is not None:
             column = sinks.to(wide).reshape(1, dims.heads, -1).logsumexp(-1)[..., None, None]
@@ -158,7 +162,8 @@ class _Attend:
     def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sink: bool) -> Result:
         p = self.problem
         out, lse = self._grouped(q, k, v, mask, sink)
-        if p.lse and p.grad and lse is not None and torch.is_grad_enabled():
+        surrogate_needed = p.lse and p.grad and not self.op.lse_trains
+        if surrogate_needed and lse is not None and torch.is_grad_enabled():
             # the operators' lse has no gradient; d lse = scale * sum_j p_j (dq . k_j + q . dk_j),
             # which the same kernel gives with the keys in place of the values
             keys, _ = self._grouped(q.detach(), k.detach(), k, mask, sink)

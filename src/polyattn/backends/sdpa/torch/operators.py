@@ -37,7 +37,8 @@ class Op:
     `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
     beside half-precision inputs, and masks that broadcast. `loses_nan`: a row of less than
     FEW_KEYS keys whose scores are all NaN comes out as 0 unless there is a mask to add.
-    `like_query`: the output lies in memory as the queries do.
+    `like_query`: the output lies in memory as the queries do. `any_sizes`: may be traced where no
+    length may be compared with another. `lse_trains`: its lse has a gradient.
     """
 
     call: Call
@@ -47,6 +48,8 @@ class Op:
     wide: bool = False
     loses_nan: bool = False
     like_query: bool = False
+    any_sizes: bool = False
+    lse_trains: bool = False
 
 
 def flash_cpu(function: Any) -> Call:
