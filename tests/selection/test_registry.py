@@ -176,7 +176,7 @@ def test_nobody_takes_an_in_tree_name_before_the_first_call() -> None:
     assert said.splitlines() == [
         "got a second backend called 'native_cpu' for torch",
         "got a second backend called 'torch_sdpa' for torch",
-        "sdpa_flash sdpa_efficient sdpa_cudnn sdpa_math native_cpu flex reference",
+        "sdpa_flash sdpa_efficient sdpa_cudnn sdpa_math portable native_cpu flex reference",
         "set()",
     ]
 

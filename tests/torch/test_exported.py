@@ -1,4 +1,4 @@
-"""Programs that are written down for others: torch.export, torch.jit.trace, ONNX, torch.fx, meta."""
+"""Programs written down for others: torch.export, torch.jit.trace, ONNX; torch.fx, meta."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from polyattn import (
     LeftPadding,
     Packed,
     Padding,
-    Segments,
     Unsupported,
     Window,
     record_selections,
@@ -250,7 +249,7 @@ def test_onnx_gives_the_same_for_other_sizes(name: str) -> None:
     names = [x.name for x in session.get_inputs()]
     for sizes in ((2, 9, 13), (3, 13, 40), (5, 8, 8)):
         other = inputs(name, *sizes)
-        feed = dict(zip("q k v extra".split(), (x.numpy() for x in other), strict=True))
+        feed = dict(zip(["q", "k", "v", "extra"], (x.numpy() for x in other), strict=True))
         out = session.run(None, {key: feed[key] for key in names})
         with use_backend("reference"):
             wanted = model(*other)

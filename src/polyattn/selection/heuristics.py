@@ -63,7 +63,7 @@ EXPORTED = Row(
     "another backend to export that one",
     rests_on="any machine",
 )
-"""Holds before all others while a program is exported; what to prefer is no matter of speed then."""
+"""Holds before all others while a program is exported: no matter of speed."""
 
 
 ROWS: tuple[Row, ...] = (

@@ -11,10 +11,10 @@ import warnings
 from types import FunctionType
 from typing import Any, Literal, Unpack, cast, overload
 
+import torch
 from torch import SymInt, Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
-from torch.jit import TracerWarning
 from torch.overrides import handle_torch_function
 
 from polyattn.errors import InvalidProblem, near_matches
@@ -28,9 +28,11 @@ from polyattn.selection.requests import Request
 from polyattn.torch import jagged, platform, short_way
 from polyattn.torch.admission import admit
 from polyattn.torch.call_types import Backends, Options, Step
+from polyattn.torch.dtensors import is_sharded
 from polyattn.torch.internals import is_exported
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.long_way import AttentionWay, dispatch, prepare_call, wishes_here
+from polyattn.torch.refusals import refuse
 from polyattn.torch.traced import attention as traced_attention
 from polyattn.torch.traced import trace_call
 
@@ -124,11 +126,16 @@ def _further_ways(q: Any, k: Any, v: Any, options: dict[str, Any], backend: Any)
     """Run a call that the short way has not taken: of tensors that are not plain, or a new one."""
     if jagged.is_any_nested(q, k, v):
         return jagged.attention(attention, q, k, v, {**options, "backend": backend})
+    if is_sharded(q, k, v):
+        from polyattn.torch import sharded  # loads what DTensors need
+
+        return sharded.attention(attention, q, k, v, {**options, "backend": backend})
     if any(isinstance(x, Proxy) for x in (q, k, v)):  # torch.fx: a call that its graph holds
-        return handle_torch_function(attention, (q, k, v), q, k, v, **options, backend=backend)
+        itself: Any = attention  # of many forms, which no type of a callable is
+        return handle_torch_function(itself, (q, k, v), q, k, v, **options, backend=backend)
     if is_exported():  # without Dynamo, or by torch.jit.trace
         with warnings.catch_warnings():  # what sizes decide in there holds for all of them
-            warnings.simplefilter("ignore", TracerWarning)
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
             return trace_call(q, k, v, **options, backend=backend)
     if _are_symbolic(q, k):  # as make_fx traces
         return trace_call(q, k, v, **options, backend=backend)
@@ -163,6 +170,8 @@ def plan(
     (torch.Size([1, 4, 2, 8]), 'sdpa_flash')
     """
     options = {**_DEFAULTS, **_known_options(options)}
+    if is_sharded(query):
+        refuse("got DTensors to plan for, expected plain tensors: plan for q.to_local().")
     way = AttentionWay(options)
     chosen, call = prepare_call(way, query, key, value, backend)
     run = way.runner(chosen, call)
@@ -214,6 +223,10 @@ def explain(
         problem = query
     else:
         options = {**_DEFAULTS, **_known_options(options)}
+        if is_sharded(query, key, value):
+            from polyattn.torch import sharded
+
+            query, key, value, options = sharded.local_call(query, key, value, options)
         if jagged.is_any_nested(query, key, value):
             rows = jagged.packed_call(query, key, value, options["layout"], options["mask"])
             query, key, value = rows.query, rows.key, rows.value

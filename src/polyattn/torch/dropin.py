@@ -49,6 +49,7 @@ from polyattn.torch.internals import (
 from polyattn.torch.keys import Key, key_for, switches
 from polyattn.torch.left_to_torch import hand_to_torch, noted_for_torch, traced_scope
 from polyattn.torch.long_way import AttentionWay, dispatch, runner
+from polyattn.torch.traced_problem import as_text, from_text
 
 __all__ = [
     "known_as",
@@ -293,7 +294,7 @@ mark_constant(_left_to_torch)
 def _sdpa_facts(model: Any) -> SdpaFacts:
     q, k, v, mask, dropout_p, is_causal, scale, gqa = model
     q, k, v, mask = (None if x is None else facts_of_model(x) for x in (q, k, v, mask))
-    dropout_p, scale = traced.from_text(dropout_p), traced.from_text(scale)
+    dropout_p, scale = from_text(dropout_p), from_text(scale)
     q, k, v = cast_alike(q, k, v)
     return SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa)
 
@@ -310,7 +311,7 @@ def trace(
 ) -> Any:
     """Trace one call; what polyattn does not model is left to torch's own operator."""
     scope = traced_scope()
-    p_text, scale_text = traced.as_text(dropout_p), traced.as_text(scale)
+    p_text, scale_text = as_text(dropout_p), as_text(scale)
     model = model_of_sdpa(q, k, v, attn_mask, p_text, is_causal, scale_text, gqa)
     if isinstance(model, str) and takes_jagged(
         q, k, v, attn_mask, dropout_p, is_causal, scale, gqa

@@ -22,7 +22,7 @@ from polyattn.torch.internals import mark_constant
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.kit.masking import bind_mask
 from polyattn.torch.refusals import through_compiler
-from polyattn.torch.traced import problem_of, wishes_of_traced, with_numbers_as_text
+from polyattn.torch.traced_problem import problem_of, wishes_of_traced, with_numbers_as_text
 
 __all__ = ["attention", "is_portable"]
 
@@ -39,19 +39,18 @@ def is_portable(asked: Any) -> bool:
 mark_constant(is_portable)
 
 
-def attention(
-    q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, lse: Any, asked: Any
-) -> Any:
+def attention(q: Any, k: Any, v: Any, options: dict[str, Any], asked: Any) -> Any:
     """Write one call down; `asked`: as `polyattn.torch.traced` gathers it."""
     cast = None
     if isinstance(q, Tensor) and q.element_size() != 8 and torch.is_autocast_enabled(q.device.type):
         cast = torch.get_autocast_dtype(q.device.type)
-    model, empty, mask = exported_model(q, k, v, mask, bias, sinks, layout)
+    bias, sinks, layout = options["bias"], options["sinks"], options["layout"]
+    model, empty, mask = exported_model(q, k, v, options["mask"], bias, sinks, layout)
     name = _prepared(model, (*asked, cast))
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     if empty:
-        return answer_empty(layout, lse, q, k, v, sinks, bias)
+        return answer_empty(layout, options["return_lse"], q, k, v, sinks, bias)
     if mask is not None:
         mask = bind_mask(mask, q.device)
     return getattr(_state, name)(q, k, v, mask, bias, sinks)

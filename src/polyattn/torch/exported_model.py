@@ -76,10 +76,7 @@ def number_of(size: Any) -> int:
 
 
 def _are_strided(q: Any, k: Any, v: Any, rank: int) -> bool:
-    for x in (q, k, v):
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() != rank:
-            return False
-    return True
+    return all(not (not isinstance(x, Tensor) or x.is_nested or x.dim() != rank) for x in (q, k, v))
 
 
 def _sequences(mask: Any) -> Any:

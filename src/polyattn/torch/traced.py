@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,28 +18,25 @@ from torch import Tensor
 from torch import is_autocast_enabled as _is_autocast_enabled
 
 from polyattn.errors import InvalidProblem, PolyattnError
-from polyattn.masks import Mask
-from polyattn.problem import Problem
-from polyattn.problem.admission import ArrayFacts, Other, Surroundings
-from polyattn.problem.admission import admit as admit_call
 from polyattn.selection import Selection, scopes
 from polyattn.selection.prepare import Plan, prepare
-from polyattn.selection.wishes import Wishes, wishes_of
 from polyattn.torch import jagged
-from polyattn.torch.admission import arch_of
-from polyattn.torch.call_model import facts_of, mask_of, model_of, model_of_plain, plain_model_of
+from polyattn.torch.call_model import model_of, model_of_plain, plain_model_of
+from polyattn.torch.dtensors import is_sharded
 from polyattn.torch.internals import is_exported, mark_constant, order_effects
 from polyattn.torch.keys import switches
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.kit.masking import bind_mask
-from polyattn.torch.long_way import switched_on
 from polyattn.torch.open_lengths import limits_of, with_numbers
 from polyattn.torch.refusals import through_compiler
+from polyattn.torch.traced_problem import (
+    as_text,
+    problem_of,
+    wishes_of_traced,
+    with_numbers_as_text,
+)
 
-__all__ = [
-    "as_text", "attention", "from_text", "note", "noted", "problem_of", "trace_call",
-    "wishes_of_traced", "with_numbers_as_text",
-]  # fmt: skip
+__all__ = ["attention", "note", "noted", "trace_call"]
 
 
 _plans: dict[int, Plan] = {}
@@ -65,9 +61,14 @@ def attention(
     backend: Any,
 ) -> Any:
     """Trace one call; the arguments are those of :func:`polyattn.torch.attention`."""
-    given = scale, softcap, dropout_p
-    scale = None if scale is None else as_text(scale)
-    softcap = None if softcap is None else as_text(softcap)
+    given = {
+        "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    if is_sharded(q, k, v):
+        return _sharded(q, k, v, given)
+    scale, softcap = as_text(scale), as_text(softcap)
     if isinstance(dropout_p, Tensor) or dropout_p != 0.0:
         dropout_p = as_text(dropout_p)
     elif dropout_p is not False:
@@ -77,22 +78,14 @@ def attention(
         scale, softcap, dropout_p, layout, return_lse, deterministic, backend,
         None if scope is _state else scope, _local.traced, _local.module, _state.epoch,
     )  # fmt: skip
-    if is_exported():
-        from polyattn.torch import exported  # loads what compilers use
-
-        if exported.is_portable(asked):
-            return exported.attention(q, k, v, mask, bias, sinks, layout, return_lse, asked)
+    if is_exported() and (written := _written(q, k, v, given, asked)) is not None:
+        return written
     name, simple = "", None
     if mask is None and bias is None and sinks is None and _is_plain(q, k, v, layout):
         sizes, found, bounds = plain_model_of(q, k, v, layout == "BNTH", asked, _limits_of_plain)
         name = "" if found is None else _prepare_plain(found, bounds, asked)
     if name == "" and jagged.is_any_nested(q, k, v):
-        options = {
-            "mask": mask, "bias": bias, "scale": given[0], "softcap": given[1], "sinks": sinks,
-            "dropout_p": given[2], "layout": layout, "return_lse": return_lse,
-            "deterministic": deterministic, "backend": backend,
-        }  # fmt: skip
-        return jagged.attention(trace_call, q, k, v, options)
+        return jagged.attention(trace_call, q, k, v, given)
     if name == "":
         q, k, v, sizes, simple, name = _prepared(q, k, v, mask, bias, sinks, layout, asked)
     if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0 or sizes[3] == 0:
@@ -108,6 +101,19 @@ def attention(
     if name.startswith("operator"):
         return getattr(_state, name)(q, k, v)[0]
     return getattr(_state, name)(q, k, v, simple, bias, sinks)
+
+
+def _sharded(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    from polyattn.torch import sharded  # loads what DTensors need
+
+    return sharded.attention(trace_call, q, k, v, options)
+
+
+def _written(q: Any, k: Any, v: Any, options: dict[str, Any], asked: Any) -> Any:
+    """Write a call into the program that is exported; None where another backend is asked for."""
+    from polyattn.torch import exported  # loads what compilers use
+
+    return exported.attention(q, k, v, options, asked) if exported.is_portable(asked) else None
 
 
 def trace_call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -148,44 +154,6 @@ def _prepared(
     return q, k, v, sizes, simple, name
 
 
-def as_text(x: Any) -> Any:
-    """Return a number as text: the one form in which a compiler specialises a symbolic float."""
-    if x is None or not isinstance(x, (int, float)) or isinstance(x, bool):
-        return None if x is None else (type(x).__name__,)
-    return (x * 1.0).hex()
-
-
-class _Constants:
-    """The arrays of a call's model, for :class:`polyattn.problem.admission.Front`."""
-
-    framework = "torch"
-    array_type = "torch.Tensor"
-    facts = staticmethod(facts_of)
-
-    def __init__(self, cast: torch.dtype | None) -> None:
-        self._cast = cast
-
-    def surroundings(self, query: ArrayFacts) -> Surroundings:
-        """Read grad mode and determinism as they stand while tracing; compiled code guards them."""
-        cast = None if self._cast is None else str(self._cast).rpartition(".")[2]
-        return Surroundings(
-            cast if query.device_type in ("cpu", "cuda") else None,
-            arch_of(query.device),
-            torch.is_grad_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            True,
-        )
-
-    def bind(self, mask: Mask, device: str) -> Mask:
-        return mask
-
-    def known(self, payload: Any) -> None:
-        return None
-
-    def arange(self, size: int) -> Any:
-        raise AssertionError("nothing is known of a compiled call's arrays")
-
-
 def _prepare(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
     """Admit a call and select its backend; returns the name of what runs it among the kernels.
 
@@ -214,10 +182,6 @@ def _prepare(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
 
 
 mark_constant(_prepare)
-
-
-def with_numbers_as_text(asked: Any) -> Any:
-    return (*[as_text(x) if isinstance(x, (int, float)) else x for x in asked[:3]], *asked[3:])
 
 
 def _key(model: Any, asked: Any) -> Any:
@@ -249,7 +213,9 @@ def _limits_of(model: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ..
     key = _key((model, bounds), asked)
     known = None if key is None else _limits.get(key)
     if known is None:
-        known = limits_of(model, bounds, lambda model: (problem_of(model, asked), wishes_of_traced(asked)))
+        known = limits_of(
+            model, bounds, lambda model: (problem_of(model, asked), wishes_of_traced(asked))
+        )
         if key is not None:
             _limits[key] = known
     return known
@@ -278,25 +244,6 @@ def _kernel_named(model: Any, asked: Any) -> str:
         number = next(_counter)
         _plans[number] = plan
         return _named(plan.kernel, number)
-
-
-def problem_of(model: Any, asked: Any) -> Problem:
-    """Admit a model of numbers."""
-    q, k, v, mask, bias, sinks = model
-    scale, softcap, dropout_p, layout, return_lse, deterministic = asked[:6]
-    return admit_call(
-        facts_of(q), facts_of(k), facts_of(v), front=_Constants(asked[-1]), mask=mask_of(mask),
-        bias=mask_of(bias), scale=from_text(scale), softcap=from_text(softcap),
-        sinks=None if sinks is None else facts_of(sinks), dropout_p=from_text(dropout_p),
-        layout=layout, return_lse=return_lse, deterministic=deterministic, is_simple=True,
-    ).problem  # fmt: skip
-
-
-def wishes_of_traced(asked: Any) -> Wishes:
-    backend, scope, traced, module = asked[6:10]
-    wanted = wishes_of(backend, None, traced if traced is not None else scope, module)
-    # the switches are read while tracing, as torch's own function does
-    return replace(wanted, left=switched_on())
 
 
 def _named(kernel: Any, number: int) -> str:
@@ -330,13 +277,6 @@ def note(number: int) -> None:
 
 
 _counter = itertools.count()
-
-
-def from_text(text: Any) -> Any:
-    """Undo :func:`as_text`."""
-    if isinstance(text, tuple):
-        return Other(text[0])
-    return None if text is None else float.fromhex(text)
 
 
 def _forget() -> None:

@@ -19,14 +19,18 @@ from polyattn.bench.programs.switched_program import Program
 from polyattn.bench.programs.training_programs import TRAINING
 from polyattn.bench.programs.vision_programs import VISION
 from polyattn.bench.timing import Watch
-from polyattn.bench.trace.overhead_timing import summary
+from polyattn.bench.trace.overhead_timing import interval, summary
 
 __all__ = ["MOST_NOISE", "PROGRAMS", "Turns", "figures", "run_row"]
 
 AGAIN = "again"
 """Stock a second time in each round: how far it is from itself is the noise."""
 MOST_NOISE = 0.1
-"""How far stock may be from itself in a row that is judged."""
+"""How uncertain a row may be that is judged."""
+_ENOUGH = 0.02
+"""Half of the interval in which a ratio's median lies: rounds are added until it is that narrow."""
+_LONG, _LONGEST, _FEWEST = 60.0, 240.0, 3
+"""Seconds after which no round is added, and after which those asked for are cut, to three."""
 _MOST_RMS = {"float32": 2e-4, "bfloat16": 0.08}
 PROGRAMS: dict[str, tuple[Callable[[Any, str, int], Program], Any]] = {
     **LANGUAGE, **VISION, **TRAINING,
@@ -62,13 +66,22 @@ def _turns(row: ProgramRow, program: Program, rounds: int) -> Turns:
     found.seconds = {side: [] for side in sides}
     if row.stock in found.cannot or OURS in found.cannot:
         return found
-    watch = Watch()
-    for number in range(rounds):
+    watch, begin, number = Watch(), time.perf_counter(), 0
+    while not _is_enough(found, row, number, rounds, time.perf_counter() - begin):
         first = number % len(sides)
         for side in (*sides[first:], *sides[:first]):
             found.seconds[side].append(_timed(program, row.stock if side == AGAIN else side))
+        number += 1
     found.foreign = watch.foreign()
     return found
+
+
+def _is_enough(found: Turns, row: ProgramRow, done: int, asked: int, seconds: float) -> bool:
+    """Say whether to stop: when it is known what was asked, or would take too long to know."""
+    if done < asked:
+        return done >= _FEWEST and seconds > _LONGEST
+    stock = _stock(found, row)
+    return asked < _FEWEST or seconds > _LONG or _half(_over(stock, found.seconds[OURS])) <= _ENOUGH
 
 
 def _warm_up(row: ProgramRow, program: Program, found: Turns) -> None:
@@ -115,11 +128,9 @@ def figures(row: ProgramRow, found: Turns) -> dict[str, Any]:
     ours = found.seconds.get(OURS)
     if not ours:
         return {**record, "ratio": None, "met": False if OURS in found.cannot else None}
-    stock = [
-        (a + b) / 2 for a, b in zip(found.seconds[row.stock], found.seconds[AGAIN], strict=True)
-    ]
+    stock = _stock(found, row)
     themselves = summary(_over(found.seconds[row.stock], found.seconds[AGAIN]))
-    noise = max(abs(themselves["median"] - 1), (themselves["q3"] - themselves["q1"]) / 2)
+    noise = max(abs(themselves["median"] - 1), _half(_over(stock, ours)))
     ratio = summary(_over(stock, ours))
     others = {s: summary(_over(found.seconds[s], ours)) for s in row.others if s in found.seconds}
     best = min([ratio["median"], *(one["median"] for one in others.values())])
@@ -127,9 +138,23 @@ def figures(row: ProgramRow, found: Turns) -> dict[str, Any]:
     return {
         **record, "seconds": {s: round(min(t), 5) for s, t in found.seconds.items() if s != AGAIN},
         "ratio": ratio, "others": others, "over_best": best, "noise": round(noise, 4),
-        "relative": summary(_over(ours, stock)), "wrong": wrong,
+        "relative": summary(_over(ours, stock)), "wrong": wrong, "rounds": len(ours),
         "met": _met(row, ratio["median"], best, noise, wrong),
     }  # fmt: skip
+
+
+def _stock(found: Turns, row: ProgramRow) -> list[float]:
+    """Return the stock side's time of each round, which it ran twice."""
+    pairs = zip(found.seconds[row.stock], found.seconds[AGAIN], strict=True)
+    return [(a + b) / 2 for a, b in pairs]
+
+
+def _half(ratios: list[float]) -> float:
+    """Return half the width of the interval in which their median lies, of 95 % confidence."""
+    if len(ratios) < _FEWEST:
+        return math.inf
+    low, high = interval(ratios)
+    return (high - low) / 2
 
 
 def _over(one: list[float], other: list[float]) -> list[float]:
@@ -146,7 +171,7 @@ def _wrong(row: ProgramRow, found: Turns) -> str:
 
 
 def _met(row: ProgramRow, ratio: float, best: float, noise: float, wrong: str) -> bool | None:
-    """Say whether the goals are met; None where stock differs too much from itself."""
+    """Say whether the goals are met; None where that is too uncertain."""
     if wrong:
         return False
     if noise > MOST_NOISE:

@@ -13,14 +13,15 @@ __all__ = ["print_record"]
 
 _LEGEND = (
     "x stock: the library's own default over ours, median of the rounds: above 1, polyattn is "
-    "faster. x best: the quickest of what else the library offers over ours. ±: by which stock "
-    "differs from itself; a goal is met if it is within it."
+    "faster. x best: the quickest of what else the library offers over ours. ±: half the interval "
+    "in which the median lies (95 %), or by which stock differs from itself if that is more; a "
+    "goal is met if it is within it. Rounds are added until that is 2 %, or a minute has passed."
 )
 
 
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the table, what could not run or was wrong, and what was missed."""
-    table = Table(title=f"whole programs, {record['rounds']} rounds")
+    table = Table(title=f"whole programs, {record['rounds']} rounds and more")
     for name in ("program", "stock", "stock s", "x stock", "x best", "±", "goal", "met", "ran"):
         table.add_column(name, justify="left" if name in ("program", "stock", "ran") else "right")
     for row in record["rows"]:

@@ -92,6 +92,8 @@ _EXPORTING = noted(
     "torch.compiler._is_exporting_flag",
     "torch.export in its strict form takes what torch.compile would",
 )
+
+
 def is_exported() -> bool:
     """Say whether a program is written down for others: by torch.export, ONNX or torch.jit.trace.
 

@@ -32,7 +32,14 @@ def load_portable() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]
         call: Call = functools.partial(_written_out, problem, groups)
         if says and is_exported():
             call = functools.partial(_own_function, groups, not is_exported_to_onnx())
-        op = Op(call, grouped=True, causal_with_mask=False, wide=not says, any_sizes=True, lse_trains=True)
+        op = Op(
+            call,
+            grouped=True,
+            causal_with_mask=False,
+            wide=not says,
+            any_sizes=True,
+            lse_trains=True,
+        )
         return prepare(op, problem, config)
 
     return make
@@ -47,8 +54,8 @@ def _is_rounded(problem: Problem) -> bool:
 
 
 def _own_function(
-    groups: int, grouped: bool, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any,
-    dropout: float, lse: bool,
+    groups: int, grouped: bool, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool,
+    scale: Any, dropout: float, lse: bool,
 ) -> Result:  # fmt: skip
     """Call torch's own function; heads are repeated for exporters that know no grouped ones."""
     if groups > 1 and not grouped:
