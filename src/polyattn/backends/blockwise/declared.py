@@ -40,7 +40,7 @@ def declare(registry: Registry) -> None:
         [{"block_q": q, "block_k": k} for q, k in ((128, 128), (256, 512), (1024, 1024))],
     ))  # fmt: skip
     registry.register(_backend(
-        "jax_decode", _FORWARD, "jax", "load_decode", None,
+        "jax_decode", _ANYWHERE, "jax", "load_decode", None,
         "the same for few queries over a cache: heads of a group together, large "
         "blocks, up to the longest length",
         [{"block_k": size} for size in (2048, 8192, 32768)],
