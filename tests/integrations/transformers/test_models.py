@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyattn.bench.models.nearness import in_float64
-from polyattn.bench.models.transformers_models.examining import examine, exact_run
+from polyattn.bench.models.transformers_models.examining import exact_run, examine
 from tests.integrations.transformers.small_models import (
     TEXT,
     WORDS,
