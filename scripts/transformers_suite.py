@@ -46,11 +46,11 @@ FAMILIES = (
     "gpt2", "cohere2", "llama4_text", "bert", "roberta", "modernbert", "vit", "siglip", "clip",
     "t5", "bart", "whisper", "llava", "gemma3", "qwen2_vl",
 )  # fmt: skip
-HEADS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION",
-         "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT")  # fmt: skip
+HEADS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM",
+         "MASKED_LM", "IMAGE_CLASSIFICATION")  # fmt: skip
 ABSENT = {"exporters.test_export": "ExportTesterMixin",
           "generation.test_utils": "GenerationTesterMixin"}  # fmt: skip
-"""What the common tests inherit from, and a source distribution is without: tests of other things."""
+"""What the common tests inherit from, and sources from PyPI are without: tests of other things."""
 
 
 class SmallModel:
@@ -66,9 +66,16 @@ class SmallModel:
 
         found = built(name)
         self.config = _without_implementation(found.model.config)
-        self.inputs = found.cases["unpadded"][0]
+        self.inputs = dict(found.cases["unpadded"][0])
         main = next(iter(self.inputs.values()))
         self.batch_size, self.seq_length = main.shape[0], main.shape[-1]
+        if "decoder_input_ids" in self.inputs:  # labels are made as long as `seq_length`
+            if "input_ids" in self.inputs:
+                self.inputs["decoder_input_ids"] = self.inputs["input_ids"].clone()
+            self.seq_length = self.inputs["decoder_input_ids"].shape[1]
+        if main.ndim == 4 and isinstance(getattr(self.config, "patch_size", None), int):
+            self.mask_length = (main.shape[-1] // self.config.patch_size) ** 2  # of patches
+            self.num_masks, self.seq_length = self.mask_length // 2, self.mask_length + 1
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
         """Return copies of the configuration and of the inputs."""

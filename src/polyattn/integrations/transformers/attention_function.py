@@ -146,7 +146,7 @@ def _is_causal(module: Any, asked: bool | None) -> bool:
     """Return what holds where no mask was made: what the call or its module says, else no.
 
     transformers' sdpa takes silence for yes, since it gets no mask for what is plainly causal; the
-    mask function here always makes one. Eager takes it for no, and with it models that have no other.
+    mask function here always makes one. Eager takes it for no, as do models that have no other.
     """
     if asked is None and not is_eager_only(module):
         asked = getattr(module, "is_causal", False)

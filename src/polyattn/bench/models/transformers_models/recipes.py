@@ -27,7 +27,7 @@ def _sets(**values: Any) -> Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "bamba": _sets(attn_layer_indices=[1]),
-    "granitemoehybrid": _sets(layer_types=["mamba", "attention"]),
+    "granitemoehybrid": _sets(layer_types=["linear_attention", "full_attention"]),
     "dots1": _sets(n_shared_experts=1),
     "diffusion_gemma_text": _sets(top_k_experts=2),
 }
