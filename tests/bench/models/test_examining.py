@@ -1,4 +1,4 @@
-"""A model of transformers is judged by weights that can be drawn again, and a wrong one is found."""
+"""Models of transformers are judged by weights that can be drawn again; a wrong one is found."""
 
 from __future__ import annotations
 
