@@ -64,8 +64,11 @@ def _on_polyattn(around: ExitStack, routed: bool) -> list[Any]:
     return around.enter_context(record_selections())
 
 
-def outcomes(way: str, checkout: Path, file: Path, match: str) -> tuple[Outcomes, int]:
-    """Return each test's outcome and error, and how many calls polyattn ran."""
+def outcomes(script: str, way: str, checkout: Path, file: Path, match: str) -> tuple[Outcomes, int]:
+    """Run a file one way, in processes of `script`, as many as crash.
+
+    Returns each test's outcome and error, and how many calls polyattn ran.
+    """
     found: Outcomes = {}
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -73,9 +76,9 @@ def outcomes(way: str, checkout: Path, file: Path, match: str) -> tuple[Outcomes
         while True:
             log.write_text("")
             done.write_text(json.dumps(list(found)))
-            command = [sys.executable, str(Path(__file__).resolve()), str(checkout)]
+            command = [sys.executable, str(Path(script).resolve()), str(checkout)]
             command += ["--child", way, "--log", str(log), "--done", str(done)]
-            command += ["--match", match, "--files", str(file.relative_to(checkout))]
+            command += ["--match", match, "--files", str(file)]
             ended = subprocess.run(
                 command, env=environ, cwd=checkout, capture_output=True, text=True, check=False
             )
@@ -88,18 +91,20 @@ def outcomes(way: str, checkout: Path, file: Path, match: str) -> tuple[Outcomes
                 return found, number
 
 
-def compare(checkout: Path, files: list[Path], ways: list[str], match: str) -> tuple[int, int]:
-    """Run the files in each way, print what was found, return numbers of tests and differences."""
-    tests = apart = 0
+def compare(
+    script: str, checkout: Path, files: list[Path], ways: list[str], match: str
+) -> tuple[int, list[dict[str, Any]]]:
+    """Run the files in each way, print what was found, return number of tests and differences."""
+    tests, apart = 0, []
     for file in files:
-        stock, _ = outcomes("stock", checkout, file, match)
+        stock, _ = outcomes(script, "stock", checkout, file, match)
         tests += len(stock)
         _print_counts(file, "stock", stock, "")
         for way in ways:
-            ours, calls = outcomes(way, checkout, file, match)
+            ours, calls = outcomes(script, way, checkout, file, match)
             _print_counts(file, way, ours, f"; {calls} calls ran on polyattn")
             for row in differences(stock, ours):
-                apart += 1
+                apart.append({"file": file.name, "way": way, **row})
                 print(f"  {row['verdict']}: {row['test'].partition('::')[2]}")
                 for name in ("stock", "ours"):
                     print(f"    {name}: {' '.join(row[name] or ('missing',))[:300]}")
@@ -138,9 +143,10 @@ def main() -> int:
         for file in sorted((checkout / FOLDER).glob("test_*.py"))
         if not asked.files or file.stem.removeprefix("test_models_transformer_") in asked.files
     ]
-    tests, apart = compare(checkout, files, ways, asked.match)
-    print(f"{tests} tests, {apart} differences")
-    return 2 if not tests else int(apart > 0)
+    files = [file.relative_to(checkout) for file in files]
+    tests, apart = compare(__file__, checkout, files, ways, asked.match)
+    print(f"{tests} tests, {len(apart)} differences")
+    return 2 if not tests else int(bool(apart))
 
 
 if __name__ == "__main__":

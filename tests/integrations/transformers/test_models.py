@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyattn.bench.models.nearness import in_float64
-from polyattn.bench.models.transformers_models.examining import exact_run
+from polyattn.bench.models.transformers_models.examining import exact_run, examine
 from tests.integrations.transformers.small_models import (
     TEXT,
     WORDS,
@@ -223,3 +223,9 @@ def test_a_layer_that_is_called_alone_is_causal_as_it_says() -> None:
     assert torch.equal(whole[:, :5].isfinite(), start.isfinite())
     off, ulp = (whole[:, :5] - start).abs().max(), torch.finfo(torch.float32).eps
     assert off <= 8 * ulp * start.abs().max()
+
+
+def test_layers_that_say_causal_in_a_model_that_has_eager_attention_alone() -> None:
+    """BridgeTower's layers for pictures say that they are causal, get no mask, and see all."""
+    found = examine("bridgetower")
+    assert found.outcome == "equal" and "" in found.masks, found.reason

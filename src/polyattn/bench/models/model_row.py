@@ -11,6 +11,7 @@ __all__ = ["OUTCOMES", "Row"]
 OUTCOMES = {
     "equal": "every output within the tolerance rule",
     "as sdpa": "equal to the library's sdpa, which is not equal to its eager here",
+    "unsteady": "its eager attention is itself far from float64: it ranks what rounding swaps",
     "different": "some output outside of it",
     "refused": "polyattn says that it cannot run this model, and why",
     "no attention": "the model calls no attention, built as it was",

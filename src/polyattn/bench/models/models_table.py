@@ -12,7 +12,7 @@ from polyattn.bench.report import console, say
 
 __all__ = ["print_record"]
 
-_LISTED = ("different", "crashed", "cut short", "refused")
+_LISTED = ("different", "unsteady", "crashed", "cut short", "refused")
 _GROUPED = ("not built", "not of the interface", "no attention")
 
 

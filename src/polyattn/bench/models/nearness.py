@@ -136,5 +136,10 @@ def _widened(given: Any) -> Any:
 @contextmanager
 def in_float64() -> Iterator[None]:
     """Run a model that was made ``.double()`` in float64 throughout."""
-    with _Float64():
-        yield
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of what is made with no dtype
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import InvalidProblem, Unsupported
 from polyattn.integrations.transformers.keywords import refuse_unknown
-from polyattn.integrations.transformers.library import library
+from polyattn.integrations.transformers.library import is_eager_only, library
 from polyattn.integrations.transformers.mask_value import AttentionMaskValue
 from polyattn.integrations.transformers.packed_sequences import (
     PACKED,
@@ -146,9 +146,11 @@ def _is_causal(module: Any, asked: bool | None) -> bool:
     """Return what holds where no mask was made: what the call or its module says, else no.
 
     transformers' sdpa takes silence for yes, since it gets no mask for what is plainly causal; the
-    mask function here always makes one.
+    mask function here always makes one. Eager takes it for no, as do models that have no other.
     """
-    return bool(getattr(module, "is_causal", False) if asked is None else asked)
+    if asked is None and not is_eager_only(module):
+        asked = getattr(module, "is_causal", False)
+    return bool(asked)
 
 
 def _same_batch(*arrays: Tensor) -> list[Tensor]:

@@ -14,7 +14,8 @@ __all__ = ["OF_OTHERS", "refuse_unknown"]
 OF_OTHERS = frozenset({
     # read by the model around the attention, and handed on with everything else
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
-    "use_cache", "cache_position", "position_ids", "logits_to_keep", "seq_idx",
+    "use_cache", "cache_position", "position_ids", "input_ids", "logits_to_keep", "seq_idx",
+    "grid_thw",
     # what the mask says already: it is made of the same config
     "sliding_window", "is_causal",
     # the lengths of what `cu_seq_lens_q` and `cu_seq_lens_k` say

@@ -26,7 +26,9 @@ __all__ = [
     "TESTED",
     "Library",
     "implementation_of",
+    "is_eager_only",
     "library",
+    "note_support",
     "require",
     "supports_interface",
 ]
@@ -125,6 +127,25 @@ def supports_interface(model: Any) -> bool:
         return True
     told = getattr(kind, "_can_set_attn_implementation", None)
     return bool(told is not None and told())
+
+
+_eager_only: set[str] = set()
+
+
+def note_support(model: Any) -> None:
+    """Remember of a model that is set to ours whether the library runs it on eager alone."""
+    kind = model if isinstance(model, type) else type(model)
+    others = ("sdpa", "flash_attn", "flex_attn", "attention_backend")
+    if not any(getattr(kind, f"_supports_{other}", False) for other in others):
+        _eager_only.add(kind.__module__)
+
+
+def is_eager_only(module: Any) -> bool:
+    """Say whether a layer is of a model that the library runs on eager attention alone.
+
+    What such a layer says of itself, eager never reads.
+    """
+    return type(module).__module__ in _eager_only
 
 
 _TABLE = re.compile(r"_ATTENTION_CLASSES\[\s*config\._attn_implementation\s*\]")

@@ -15,6 +15,7 @@ from polyattn.integrations.transformers.library import (
     PAGED_NAME,
     implementation_of,
     library,
+    note_support,
     require,
     supports_interface,
 )
@@ -132,6 +133,8 @@ def _checking(before: Any) -> Any:
                 "that hands it to transformers' AttentionInterface. Of a model with several parts, "
                 'name the implementation of each: attn_implementation={"text_config": "polyattn"}.'
             )
+        if requested_attention in (NAME, PAGED_NAME):
+            note_support(self)
         return before(self, requested_attention, *rest, **named)
 
     return get_correct_attn_implementation

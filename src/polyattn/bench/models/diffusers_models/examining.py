@@ -7,8 +7,10 @@ weights and inputs.
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,6 +36,12 @@ def examine(name: str) -> Row:
     diffusers.utils.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     register()
+    dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+    with dispatch.attention_backend("native"):  # which `set_attention_backend` changes for all
+        return _examined(name)
+
+
+def _examined(name: str) -> Row:
     kind = class_of(name)
     try:
         recipe = recipe_of(name)
@@ -82,16 +90,21 @@ def _runs(model: nn.Module, inputs: dict[str, Any]) -> tuple[Run, dict[str, Tens
         return _forward, _forward(model, inputs)
 
 
+def _called(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    plain = {"return_dict": False} if "return_dict" in signature(model.forward).parameters else {}
+    return model(**inputs, **plain)
+
+
 def _forward(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     with torch.no_grad():
-        return tensors_of(model(**inputs, return_dict=False))
+        return tensors_of(_called(model, inputs))
 
 
 def _both_ways(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return what the model gives, and the gradients of a weighted sum of it."""
     model.zero_grad(set_to_none=True)
     given = {name: _with_gradients(one) for name, one in inputs.items()}
-    found = tensors_of(model(**given, return_dict=False))
+    found = tensors_of(_called(model, given))
     outputs = {name: one for name, one in found.items() if one.requires_grad}
     sum((one * _weights(one)).sum() for one in outputs.values()).backward()  # type: ignore[union-attr]
     grads = {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -117,13 +130,8 @@ def _with_gradients(given: Any) -> Any:
 
 def _exact(run: Run, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     twin = copy.deepcopy(model).double()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # of what a model makes by itself
-    try:
-        with in_float64():
-            return run(twin, {name: _wide(one) for name, one in inputs.items()})
-    finally:
-        torch.set_default_dtype(before)
+    with in_float64():
+        return run(twin, {name: _wide(one) for name, one in inputs.items()})
 
 
 def _wide(given: Any) -> Any:

@@ -25,7 +25,8 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         if not all(name in known or name.startswith("*") for name in names):
             continue
         for size in (0, 1, 2):
-            made = [_MAKERS[name](config, size) for name in names]
+            makers = _MAKERS | (_OF_PATCHES if "grid_thw" in names else {})
+            made = [makers[name](config, size) for name in names]
             yield {name: x for name, x in zip(names, made, strict=True) if x is not None}
             if not any(name in _OF_SIZES for name in names):
                 break
@@ -104,6 +105,20 @@ def _embeds(config: Any, size: int) -> Tensor:
     return _noise(BATCH, TOKENS, width)
 
 
+def _patches(config: Any, size: int) -> Tensor:
+    part = _part(config, "vision_config")
+    patch = getattr(part, "patch_size", None) or 14
+    depth = getattr(part, "temporal_patch_size", None) or 1
+    return _noise(BATCH * _GRID[1] * _GRID[2], _channels(config) * depth * patch * patch)
+
+
+def _grid(config: Any, size: int) -> Tensor:
+    return torch.tensor([_GRID] * BATCH)
+
+
+_GRID = (1, 4, 4)
+"""Of a picture in patches: frames, rows, columns."""
+
 _MAKERS: dict[str, Any] = {
     "input_ids": _words(TOKENS),
     "decoder_input_ids": _words(DECODED),
@@ -113,14 +128,18 @@ _MAKERS: dict[str, Any] = {
     "input_features": _features,
     "inputs_embeds": _embeds,
     "hidden_states": _embeds,
+    "grid_thw": _grid,
     "bbox": lambda config, size: torch.ones(BATCH, TOKENS, 4, dtype=torch.long),
 }
+_OF_PATCHES = {"pixel_values": _patches, "hidden_states": _patches}
 _OF_SIZES = frozenset({"pixel_values", "pixel_values_videos", "input_values", "input_features"})
 _SETS = (
     ("input_ids",),
     ("input_ids", "decoder_input_ids"),
     ("input_ids", "bbox"),
     ("input_ids", "pixel_values"),
+    ("pixel_values", "grid_thw"),
+    ("hidden_states", "grid_thw"),
     ("pixel_values",),
     ("pixel_values_videos",),
     ("input_features",),

@@ -15,4 +15,19 @@ class Recipe(NamedTuple):
     inputs: Callable[[Any], Iterator[dict[str, Any]]] | None = None
 
 
-RECIPES: dict[str, Recipe] = {}
+def _sets(**values: Any) -> Recipe:
+    """Return a change that sets these fields."""
+
+    def change(config: Any) -> None:
+        for name, value in values.items():
+            setattr(config, name, value)
+
+    return Recipe(change)
+
+
+RECIPES: dict[str, Recipe] = {
+    "bamba": _sets(attn_layer_indices=[1]),
+    "granitemoehybrid": _sets(layer_types=["linear_attention", "full_attention"]),
+    "dots1": _sets(n_shared_experts=1),
+    "diffusion_gemma_text": _sets(top_k_experts=2),
+}

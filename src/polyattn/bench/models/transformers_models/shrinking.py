@@ -34,7 +34,7 @@ _WIDTHS = re.compile(
 )
 _NO_WIDTHS = re.compile(
     r"vocab|image|patch|position|window|kernel|token|num_|max_|block|codebook|chunk|stride|"
-    r"layer|scale|pool|length|grid|mel|bins|factor|_id$|type|level|range|ratio|n_|index"
+    r"layer|scale|pool|length|grid|mel|bins|factor|_id$|type|level|range|ratio|(^|_)n_|index"
 )
 _EXPERTS = re.compile(r"^(num_(local_)?experts|n_routed_experts|moe_num_experts|num_moe_experts)$")
 _OTHER: dict[str, Any] = {
@@ -44,7 +44,8 @@ _OTHER: dict[str, Any] = {
     "attn_logit_softcapping": 2.0, "first_k_dense_replace": 1, "max_window_layers": 0,
     "max_position_embeddings": 512, "n_positions": 512, "max_target_positions": 512,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
-    "num_kv_shared_layers": 0, "moe_layer_freq": 1,
+    "num_kv_shared_layers": 0, "moe_layer_freq": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "depth_coefficient": 1.0,
 }  # fmt: skip
 
 
@@ -74,6 +75,20 @@ def shrink_pictures(config: Any) -> None:
             shrink_pictures(part)
 
 
+def share_rotations(config: Any) -> None:
+    """Share the rotary pairs out among time, height and width, where no configuration says how."""
+    rope, heads = (
+        getattr(config, name, None) for name in ("rope_parameters", "num_attention_heads")
+    )
+    if isinstance(rope, dict) and type(heads) is int:
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        third, rest = divmod(int(width * rope.get("partial_rotary_factor", 1.0)) // 2, 3)
+        config.rope_parameters = rope | {"mrope_section": [third + rest, third, third]}
+    for part in list(vars(config).values()):
+        if hasattr(part, "model_type"):
+            share_rotations(part)
+
+
 def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable[[Any], None]:
     def way(config: Any) -> None:
         first(config)
@@ -83,8 +98,8 @@ def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (
-    _both(shrink, shrink_pictures), _both(set_sizes, shrink_pictures), shrink, set_sizes,
-    keep_widths,
+    _both(shrink, shrink_pictures), _both(_both(shrink, share_rotations), shrink_pictures),
+    _both(set_sizes, shrink_pictures), shrink, set_sizes, keep_widths,
 )  # fmt: skip
 """How a configuration is made small; the first way that gives a model that runs is taken."""
 
@@ -119,6 +134,7 @@ class _Shrinking:
         self._layers = 0
 
     def of(self, config: Any) -> None:
+        apart = _taken_out(config)
         _fill(config)
         self._layers = _layer_count(config)
         kept = _kept_layers(config, self._layers)
@@ -130,6 +146,16 @@ class _Shrinking:
                 if found is not None:
                     with contextlib.suppress(Exception):
                         setattr(config, name, found)
+        if apart:
+            config.per_layer_config = {
+                i: {name: self._small(name, value, kept) for name, value in apart[place].items()}
+                for i, place in enumerate(kept)
+                if place in apart
+            }
+
+    def _small(self, name: str, value: Any, kept: tuple[int, ...]) -> Any:
+        found = self._changed(name, value, kept)
+        return value if found is None else found
 
     def _changed(self, name: str, value: Any, kept: tuple[int, ...]) -> Any:
         if isinstance(value, bool) or name.startswith("_"):
@@ -171,12 +197,30 @@ class _Shrinking:
         return None
 
 
+_NEEDED = {
+    "vocab_size": VOCABULARY, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _taken_out(config: Any) -> dict[int, dict[str, Any]]:
+    """Take what single layers have of their own out of a configuration, and return it by layer."""
+    names = getattr(config, "per_layer_attributes", None)
+    if not names:
+        return {}
+    layers = enumerate(config.per_layer_config)
+    found = {i: {name: getattr(layer, name, None) for name in names} for i, layer in layers}
+    config.per_layer_config = None
+    return found
+
+
 def _fill(config: Any) -> None:
     """Say what a configuration leaves open, and its models need: as every checkpoint of it does."""
     heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
     if type(heads) is not int or type(width) is not int:
         return
-    for name, value in (("num_key_value_heads", heads), ("head_dim", width // max(heads, 1))):
+    missing = {"num_key_value_heads": heads, "head_dim": width // max(heads, 1)} | _NEEDED
+    for name, value in missing.items():
         if getattr(config, name, 0) is None:
             with contextlib.suppress(Exception):
                 setattr(config, name, value)
