@@ -26,10 +26,11 @@ class ForwardItem {
     if (keys.empty()) return;
     // an item that walked with others is run again in the same steps
     const int64_t step = d_.together > 1 ? kTogetherKeys : few(item) ? kChunkKeys : d_.kept * kTile;
+    const int64_t low = keys.low / kTile * kTile;
     // what a strip meets in one step must not depend on its item, whose size may depend on the threads
-    const int64_t first = d_.kept > kChunk && !few(item) ? keys.low / step * step : keys.low / kTile * kTile;
-    for (int64_t j = first; j < keys.high; j += step) {
-      const int64_t end = smaller(j + step, keys.high);
+    const int64_t first = d_.kept > kChunk && !few(item) ? low / step * step : low;
+    for (int64_t next = first + step, j = low; j < keys.high; j = next, next += step) {
+      const int64_t end = smaller(next, keys.high);
       if constexpr (kMeetsFew) {
         if (few(item)) {
           chunk_of_few(w, item, keys, j, end, careful);
