@@ -4,12 +4,14 @@
 // divided depends on the problem alone, never on the number of threads, so that the result does not either.
 #pragma once
 
-#include "kernel/mask.h"
+#include "kernel/visit.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-constexpr int kMostStrips = 16;
-constexpr int kFewRows = 8;                      // up to here packing costs more than it saves
+constexpr int kMostStrips = 64;
+constexpr int kMostKept = 64;  // tiles
+constexpr int kFewRows = 8;    // up to here packing costs more than it saves
+constexpr int64_t kKeptBytes = int64_t{2} << 20;
 constexpr int kMostTogether = kRows / kFewRows;  // items whose rows a strip's memory holds
 
 // How a call is divided, and the sizes of packed operands in units.
@@ -21,6 +23,8 @@ struct Division {
   int64_t together, tasks_per_batch;
   int64_t splits;  // parts of the keys, merged at the end
   int64_t q_units, v_columns;
+  int64_t kept;    // tiles that stay packed while the strips of an item meet them
+  bool by_strips;  // all of a head's tiles do, so each strip is run from its queries to its output
 };
 
 // Of packed sequences the longest: a division by their total would be mostly empty items.
@@ -50,6 +54,24 @@ inline int64_t rows_of_head(const Arguments& a) {
   return longest(a.cu_q, a.batch, a.q_len) * (heads_are_rows(a) ? a.q_heads / a.kv_heads : 1);
 }
 
+inline void count_items(const Arguments& a, int64_t rows, Division* d) {
+  d->items_per_head = blocks_of(rows, d->rows);
+  d->items = d->heads * d->items_per_head;
+  d->tasks_per_batch = blocks_of(d->items, larger<int64_t>(a.batch, 1) * d->together);
+}
+
+// Makes items larger while each thread has several: they share the packing of a tile. Only where what a row
+// computes does not depend on the item that it is in, which the last few rows of a head must not become.
+inline void share_tiles(const Arguments& a, int64_t rows, int64_t most, Division* d) {
+  const int64_t enough = larger<int64_t>(int64_t{a.threads} * 4, 8), last = rows % kRows;
+  if (a.cu_q || (last > 0 && last <= kFewRows)) return;
+  while (d->rows % kRows == 0 && d->rows < rows && 2 * d->rows <= most &&
+         d->heads * blocks_of(rows, 2 * d->rows) >= enough) {
+    d->rows *= 2;
+  }
+  count_items(a, rows, d);
+}
+
 template <class S, class U>
 inline Division divide(const Arguments& a) {
   Division d;
@@ -58,16 +80,15 @@ inline Division divide(const Arguments& a) {
   d.heads_as_rows = heads_are_rows(a);
   d.heads = a.batch * (d.heads_as_rows ? a.kv_heads : a.q_heads);
   const int64_t rows = rows_of_head(a);
-  d.rows = kRows * (larger(a.head_dim, a.value_dim) > 128 ? 2 : 8);
+  const int64_t most_rows = kRows * (larger(a.head_dim, a.value_dim) > 128 ? 2 : 8);
+  d.rows = most_rows;
   bool sparse = false;
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
-  if (sparse) d.rows = kRows * kMostStrips;  // few strips meet a tile, so more share its packing
+  if (sparse) d.rows = kRows * 16;
   while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
   d.rows = smaller(d.rows, round_up(rows, rows <= kFewRows ? 4 : 16));
-  d.items_per_head = blocks_of(rows, d.rows);
-  d.items = d.heads * d.items_per_head;
   d.together = heads_together(a, rows);
-  d.tasks_per_batch = blocks_of(d.items, larger<int64_t>(a.batch, 1) * d.together);
+  count_items(a, rows, &d);
   // parts of 1,024 keys at most of long sequences, of 512 at least, or of 1,024 of several heads
   const int64_t tasks = larger<int64_t>(a.batch * d.tasks_per_batch, 1), long_parts = kv_len / 1024;
   const int64_t most = larger<int64_t>(kv_len * d.together / (d.together > 1 ? 1024 : 512), 1);
@@ -75,6 +96,14 @@ inline Division divide(const Arguments& a) {
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
   if (a.quantised.codes == Codes::int8) d.q_units = larger<int64_t>(d.q_units, 32);  // see pack_bytes
   d.v_columns = round_up(a.value_dim, S::kLanes);
+  d.kept = kChunk;
+  if (sparse && rows > kFewRows) {
+    const int64_t tile = kTile * (d.q_units + d.v_columns / U::kValues) * int64_t{sizeof(float)};
+    d.kept = smaller<int64_t>(larger<int64_t>(kKeptBytes / tile, kChunk), kMostKept);
+  }
+  d.by_strips = d.kept > kChunk && d.splits == 1 && kv_len <= d.kept * kTile;
+  if (d.splits == 1 && sparse) share_tiles(a, rows, kRows * kMostStrips, &d);
+  if (d.splits == 1 && a.terms == 0) share_tiles(a, rows, most_rows, &d);
   return d;
 }
 

@@ -68,6 +68,10 @@ class Forward {
   void alone(Workspace& w, int64_t number, int64_t split) {
     Item item;
     if (!open_item(a_, d_, number, w.strips, &item)) return;
+    if (item_.by_strips(item)) {
+      if (!item_.attend_by_strips(w, item, false) && a_.terms > 0) item_.attend_by_strips(w, item, true);
+      return;
+    }
     item_.attend(w, item, split, d_.splits, false);
     end(w, item, number, split);
   }

@@ -25,9 +25,12 @@ class ForwardItem {
     const Span keys = begin(w, item, split, splits);
     if (keys.empty()) return;
     // an item that walked with others is run again in the same steps
-    const int64_t step = d_.together > 1 ? kTogetherKeys : kChunkKeys;
-    for (int64_t j = keys.low / kTile * kTile; j < keys.high; j += step) {
-      const int64_t end = smaller(j + step, keys.high);
+    const int64_t step = d_.together > 1 ? kTogetherKeys : few(item) ? kChunkKeys : d_.kept * kTile;
+    const int64_t low = keys.low / kTile * kTile;
+    // what a strip meets in one step must not depend on its item, whose size may depend on the threads
+    const int64_t first = d_.kept > kChunk && !few(item) ? low / step * step : low;
+    for (int64_t next = first + step, j = low; j < keys.high; j = next, next += step) {
+      const int64_t end = smaller(next, keys.high);
       if constexpr (kMeetsFew) {
         if (few(item)) {
           chunk_of_few(w, item, keys, j, end, careful);
@@ -36,6 +39,25 @@ class ForwardItem {
       }
       chunk(w, item, j, end, careful);
     }
+  }
+
+  bool by_strips(const Item& item) const { return d_.by_strips && !few(item); }
+
+  // Runs the strips of an item one by one, from their queries to their output, in memory that a first cache
+  // holds; false if an output is NaN.
+  bool attend_by_strips(Workspace& w, const Item& item, bool careful) const {
+    bool packed[kMostKept] = {}, fine = true;
+    const Span keys = item_span(w, item);
+    if constexpr (kCoded<C>) spread_scales(a_, a_.quantised.k, item, 0, keys.high, w.key_scales);
+    for (int i = 0; i < item.strips; ++i) {
+      Workspace own = w;
+      own.strips += i;
+      begin_rows(own, own.strips->count);
+      pack_strip(item, *own.strips, own.q);
+      meet(own, item, 0, 0, keys.high, careful, packed);
+      fine &= finish_strip(own, item, *own.strips, 0, 0);
+    }
+    return fine;
   }
 
   // The same for the first `count` items of a workspace, of few rows, which walk over their keys together.
@@ -61,14 +83,8 @@ class ForwardItem {
   bool finish(const Workspace& w, const Item& item, bool careful) const {
     const int64_t split = few(item) && !careful ? apart<S, U, T>(a_.value_dim) : 0;
     bool fine = true;
-    for (int i = 0; i < item.strips; ++i) {
-      const Strip& s = w.strips[i];
-      for (int r = 0; r < s.count; ++r) {
-        const int64_t row = int64_t{i} * kRows + r;
-        fine &= finish_row(item, s.head[r], s.t[r], w.state.maximum[row], w.state.sum[row],
-                           w.out + row * d_.v_columns, split);
-      }
-    }
+    for (int i = 0; i < item.strips; ++i)
+      fine &= finish_strip(w, item, w.strips[i], int64_t{i} * kRows, split);
     return fine;
   }
 
@@ -79,17 +95,22 @@ class ForwardItem {
 
   // An item before its first key; returns the keys of the part.
   Span begin(Workspace& w, const Item& item, int64_t split, int64_t splits) const {
-    for (int64_t r = 0; r < round_up(item.rows, kRows); ++r) {
-      w.state.maximum[r] = -kInfinity;
-      w.state.sum[r] = 0;
-    }
-    std::memset(w.out, 0, size_t(item.rows * d_.v_columns) * 4);
-    pack_queries(w, item);
+    begin_rows(w, item.rows);
+    for (int i = 0; i < item.strips; ++i)
+      pack_strip(item, w.strips[i], w.q + int64_t{i} * kRows * d_.q_units);
     const Span all = item_span(w, item);
     if (splits == 1 || all.empty()) return all;
     const int64_t size = round_up(blocks_of(all.high - all.low, splits), kTile);
     const int64_t first = all.low / kTile * kTile + split * size;
     return {larger(all.low, first), split == splits - 1 ? all.high : smaller(all.high, first + size)};
+  }
+
+  void begin_rows(Workspace& w, int64_t rows) const {
+    for (int64_t r = 0; r < round_up(rows, kRows); ++r) {
+      w.state.maximum[r] = -kInfinity;
+      w.state.sum[r] = 0;
+    }
+    std::memset(w.out, 0, size_t(rows * d_.v_columns) * 4);
   }
 
   template <class E>
@@ -108,42 +129,44 @@ class ForwardItem {
     return keys;
   }
 
-  void pack_queries(Workspace& w, const Item& item) const {
-    for (int i = 0; i < item.strips; ++i) {
-      const Strip& s = w.strips[i];
-      float* to = w.q + int64_t{i} * kRows * d_.q_units;
-      if (few(item)) {
-        for (int r = 0; r < s.count; ++r)
-          few_.pack_query(row_of<const T>(a_.q, item, s.head[r], s.t[r]), to, r);
-        continue;
-      }
-      if (!d_.heads_as_rows) {
-        pack_plain<S, U>(row_of<const T>(a_.q, item, item.head, s.t[0]), a_.q.row, s.count, a_.head_dim,
-                         units_.of_queries(), to, d_.q_units);
-        continue;
-      }
-      for (int r = 0; r < s.count; ++r) {
-        pack_plain<S, U>(row_of<const T>(a_.q, item, s.head[r], s.t[r]), 0, 1, a_.head_dim,
-                         units_.of_queries(), to + r * d_.q_units, d_.q_units);
-      }
+  void pack_strip(const Item& item, const Strip& s, float* to) const {
+    if (few(item)) {
+      for (int r = 0; r < s.count; ++r)
+        few_.pack_query(row_of<const T>(a_.q, item, s.head[r], s.t[r]), to, r);
+      return;
+    }
+    if (!d_.heads_as_rows) {
+      pack_plain<S, U>(row_of<const T>(a_.q, item, item.head, s.t[0]), a_.q.row, s.count, a_.head_dim,
+                       units_.of_queries(), to, d_.q_units);
+      return;
+    }
+    for (int r = 0; r < s.count; ++r) {
+      pack_plain<S, U>(row_of<const T>(a_.q, item, s.head[r], s.t[r]), 0, 1, a_.head_dim, units_.of_queries(),
+                       to + r * d_.q_units, d_.q_units);
     }
   }
 
   void chunk(Workspace& w, const Item& item, int64_t begin, int64_t end, bool careful) const {
-    bool packed[kChunk] = {};
+    bool packed[kMostKept] = {};
     if constexpr (kCoded<C>) spread_scales(a_, a_.quantised.k, item, begin, end, w.key_scales);
-    for (int i = 0; i < item.strips; ++i) {
+    for (int i = 0; i < item.strips; ++i) meet(w, item, i, begin, end, careful, packed);
+  }
+
+  // A strip against keys begin to end - 1. packed[slot]: whether a tile is, which is done where it is not.
+  void meet(Workspace& w, const Item& item, int index, int64_t begin, int64_t end, bool careful,
+            bool* packed) const {
+    for (int64_t j = begin; j < end;) {
       Visit visit;
-      plan<S, U>(a_, item.q, w.strips[i], begin, end, w.words, &visit);
+      j = plan_some<S, U>(a_, item.q, w.strips[index], begin, j, end, w.words, &visit);
       if (visit.tiles == 0) continue;
       for (int n = 0; n < visit.tiles; ++n) {
         const Tile& tile = visit.tile[n];
         if (packed[tile.slot]) continue;
         packed[tile.slot] = true;
         pack_keys(w, item, tile);
-        pack_values(w, item, tile);
+        if (careful || !strip_.values_lie_packed(tile)) pack_values(w, item, tile);
       }
-      strip_.strip(w, item, i, visit, careful);
+      strip_.strip(w, item, index, visit, careful);
     }
   }
 
@@ -201,6 +224,16 @@ class ForwardItem {
   }
 
   int64_t ahead(const Array& x) const { return a_.pages.table ? 0 : 32 * x.row; }
+
+  // `row`: the first of the strip's in the workspace.
+  bool finish_strip(const Workspace& w, const Item& item, const Strip& s, int64_t row, int64_t split) const {
+    bool fine = true;
+    for (int r = 0; r < s.count; ++r, ++row) {
+      fine &= finish_row(item, s.head[r], s.t[r], w.state.maximum[row], w.state.sum[row],
+                         w.out + row * d_.v_columns, split);
+    }
+    return fine;
+  }
 
   bool finish_row(const Item& item, int64_t head, int64_t t, float maximum, float sum, const float* sums,
                   int64_t split) const {

@@ -28,6 +28,12 @@ class ForwardStrip {
     return w.v + tile.slot * (kTile / U::kValues) * d_.v_columns;
   }
 
+  // Whether a tile's values lie in memory as they would be packed.
+  bool values_lie_packed(const Tile& tile) const {
+    return std::is_same_v<C, float> && U::kValues == 1 && !a_.pages.table && a_.v.row == d_.v_columns &&
+           a_.value_dim == d_.v_columns && tile.keys == tile.columns;
+  }
+
   void strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) const {
     const Strip& s = w.strips[index];
     const float* q = w.q + int64_t{index} * kRows * d_.q_units;
@@ -42,7 +48,7 @@ class ForwardStrip {
     for (int r = 0; r < s.count; ++r) {
       if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
     }
-    careful ? values_by_row(w, s, visit, out) : values(w, s, visit, out);
+    careful ? values_by_row(w, s, visit, out) : values(w, item, s, visit, out);
   }
 
   // Each row with values of its own, in which what it does not see is 0. `kByVectors`: in the order of sums
@@ -105,7 +111,12 @@ class ForwardStrip {
     settle<S>(a_, item.q, s, tile, units_, visit.mixed[n] ? w.words + int64_t{n} * kRows : nullptr, to, tops);
   }
 
-  void values(const Workspace& w, const Strip& s, const Visit& visit, float* out) const {
+  const float* values_of(const Workspace& w, const Item& item, const Tile& tile) const {
+    if (!values_lie_packed(tile)) return packed_values(w, tile);
+    return reinterpret_cast<const float*>(key_row(a_.v, item, tile.j0));
+  }
+
+  void values(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, float* out) const {
     bool mixed = false;
     for (int n = 0; n < visit.tiles; ++n) mixed |= visit.mixed[n];
     const int64_t step = mixed ? kRowGrain<S, U> : s.count;
@@ -121,7 +132,7 @@ class ForwardStrip {
           seen = seen_keys(w.words + int64_t{n} * kRows, r, end, kSumGrain<U>, tile.columns);
         const int64_t low = seen.low / U::kValues;
         if (!seen.empty()) {
-          pieces[count++] = {p + low, packed_values(w, tile) + low * d_.v_columns,
+          pieces[count++] = {p + low, values_of(w, item, tile) + low * d_.v_columns,
                              seen.high / U::kValues - low};
         }
         p += tile.columns / U::kValues;

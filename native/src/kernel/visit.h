@@ -25,16 +25,19 @@ struct Visit {
   bool mixed[kChunk];
 };
 
-// Keys begin to end - 1. `bits`: kRows words for each visited tile; set where it is mixed.
+// The next tiles from key `begin` on that are visited, at most kChunk, of those up to `end`; returns the key at
+// which to go on. Tiles are packed from key `origin` on. `bits`: kRows words for each visited tile; set where it
+// is mixed.
 template <class S, class U>
-inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t begin, int64_t end,
-                 uint64_t* bits, Visit* visit) {
-  for (int64_t j = begin; j < end; j += kTile) {
+inline int64_t plan_some(const Arguments& a, const Sequence& q, const Strip& s, int64_t origin, int64_t begin,
+                         int64_t end, uint64_t* bits, Visit* visit) {
+  int64_t j = begin;
+  for (; j < end && visit->tiles < kChunk; j += kTile) {
     Tile tile;
     tile.j0 = j;
     tile.keys = int(smaller<int64_t>(kTile, end - j));
     tile.columns = int(round_up(tile.keys, kColumnGrain<S, U>));
-    tile.slot = int((j - begin) / kTile);
+    tile.slot = int((j - origin) / kTile);
     uint64_t* own = bits + int64_t{visit->tiles} * kRows;
     Cover seen = cover(a, q, s, j, j + tile.keys);
     if (seen == Cover::mixed) seen = words<S>(a, q, s, j, tile.keys, own);
@@ -48,6 +51,14 @@ inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t 
     visit->mixed[visit->tiles++] = seen == Cover::mixed;
     visit->columns += tile.columns;
   }
+  return j;
+}
+
+// The same for a whole chunk, keys begin to end - 1.
+template <class S, class U>
+inline void plan(const Arguments& a, const Sequence& q, const Strip& s, int64_t begin, int64_t end,
+                 uint64_t* bits, Visit* visit) {
+  plan_some<S, U>(a, q, s, begin, begin, end, bits, visit);
 }
 
 // The keys of a tile, from a multiple of `grain` to another, outside of which rows first to end - 1

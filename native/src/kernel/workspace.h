@@ -24,14 +24,15 @@ struct Workspace {
       return p;
     };
     const size_t items = size_t(d.together);
-    float* q = take(items * size_t(d.rows * d.q_units));
-    float* k = take(size_t(kChunkKeys * k_units));
-    float* v = take(size_t(kChunkKeys * d.v_columns));
+    const int64_t held = d.by_strips ? smaller<int64_t>(d.rows, kRows) : d.rows;  // rows at a time
+    float* q = take(items * size_t(held * d.q_units));
+    float* k = take(size_t(d.kept * kTile * k_units));
+    float* v = take(size_t(d.kept * kTile * d.v_columns));
     float* cleaned = take(size_t(kChunkKeys * d.v_columns));
     float* scores = take(size_t(kRows * kScoreRow));  // also of kMostTogether times kFewRows rows
-    float* out = take(items * size_t(d.rows * d.v_columns));
+    float* out = take(items * size_t(held * d.v_columns));
     // whole strips, of which the soft-max steps through vectors of rows
-    const size_t rows = items * size_t(round_up(d.rows, kRows));
+    const size_t rows = items * size_t(round_up(held, kRows));
     float* maximum = take(rows);
     float* sum = take(rows);
     uint64_t* words = reinterpret_cast<uint64_t*>(take(items * size_t(kRows * kChunk) * 2));
@@ -39,7 +40,7 @@ struct Workspace {
     const void** keys_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
     const void** values_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
     const bool coded = a.quantised.codes != Codes::none;
-    float* key_scales = take(coded ? items * size_t(kChunkKeys) : 0);
+    float* key_scales = take(coded ? items * size_t(d.kept * kTile) : 0);
     float* value_scales = take(coded ? items * size_t(kChunkKeys) : 0);
     float* decoded = take(coded ? size_t(kTile * larger(a.head_dim, a.value_dim)) : 0);
     const RowStates state{maximum, sum};
