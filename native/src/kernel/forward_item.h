@@ -118,7 +118,7 @@ class ForwardItem {
         continue;
       }
       if (!d_.heads_as_rows) {
-        pack_plain<S, U>(row_of<const T>(a_.q, item, item.head, s.t[0]), a_.q.row, s.count, a_.head_dim,
+        pack_plain<S, U>(row_of<const T>(a_.q, item, s.head[0], s.t[0]), a_.q.row, s.count, a_.head_dim,
                          units_.of_queries(), to, d_.q_units);
         continue;
       }
