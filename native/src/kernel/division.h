@@ -23,6 +23,7 @@ struct Division {
   int64_t together, tasks_per_batch;
   int64_t splits;  // parts of the keys, merged at the end
   int64_t q_units, v_columns;
+  int64_t turns;  // strips whose scores are in memory at once
 };
 
 // Of packed sequences the longest: a division by their total would be mostly empty items.
@@ -101,6 +102,7 @@ inline Division divide(const Arguments& a) {
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
   if (a.quantised.codes == Codes::int8) d.q_units = larger<int64_t>(d.q_units, 32);  // see pack_bytes
   d.v_columns = round_up(a.value_dim, S::kLanes);
+  d.turns = U::kInTiles ? 2 : 1;
   return d;
 }
 
