@@ -30,9 +30,8 @@ class ScoresAhead {
     if (turns_[now_].index < 0) {
       score(turn, kAll);
     } else {
-      end(turns_[now_], [this, &turn, rows = rows_of(turns_[now_])](int r) {
-        score(turn, parts(turn) * (r + 1) / rows);
-      });
+      end(turns_[now_],
+          [this, &turn, rows = rows_of(turns_[now_])](int r) { score(turn, parts(turn) * (r + 1) / rows); });
     }
     now_ = 1 - now_;
   }

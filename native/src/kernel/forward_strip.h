@@ -82,8 +82,9 @@ class ForwardStrip {
       const Piece piece{q, w.k + tile.slot * kTile * k_units_ + columns.low, k_units_};
       float* const scores = to + r * kScoreRow + columns.low;
       const int64_t width = columns.high - columns.low;
-      settled ? multiply<S, U, Into::set_max>(&piece, 1, strides, end - r, width, scores, tops + r * S::kLanes)
-              : multiply<S, U, Into::set>(&piece, 1, strides, end - r, width, scores);
+      settled
+          ? multiply<S, U, Into::set_max>(&piece, 1, strides, end - r, width, scores, tops + r * S::kLanes)
+          : multiply<S, U, Into::set>(&piece, 1, strides, end - r, width, scores);
     }
     if (part == kParts - 1 && !settled) settle_tile(w, item, s, visit, n, to, tops);
   }
