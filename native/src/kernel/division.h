@@ -53,22 +53,27 @@ inline int64_t rows_of_head(const Arguments& a) {
   return longest(a.cu_q, a.batch, a.q_len) * (heads_are_rows(a) ? a.q_heads / a.kv_heads : 1);
 }
 
-// The division of rows where heads of a group share items. Packed sequences are left out: short ones among
-// them are few rows, which are not packed.
-inline bool heads_share(const Arguments& a, bool sparse) {
-  return a.q_heads > a.kv_heads && !heads_are_rows(a) && !a.cu_q && !sparse && rows_of_head(a) > kFewRows;
+// The largest divisor that is not above `most`.
+inline int64_t divisor_up_to(int64_t number, int64_t most) {
+  int64_t divisor = smaller(number, most);
+  while (divisor > 1 && number % divisor != 0) --divisor;
+  return divisor;
 }
 
-// Few heads in long items before many in short ones: rows of a head that are neighbours see the same keys.
+// Heads of a group that share items of about `strips` strips. Packed sequences are left out: short ones among
+// them are few rows, which are not packed.
+inline int64_t heads_sharing(const Arguments& a, int64_t strips, bool sparse) {
+  if (heads_are_rows(a) || a.cu_q || sparse || rows_of_head(a) <= kFewRows) return 1;
+  return divisor_up_to(a.q_heads / a.kv_heads, strips);
+}
+
+// The division of rows where heads share items: `strips` or a few more, fewer where that makes few items.
 inline void divide_group(const Arguments& a, int64_t strips, Division* d) {
-  const int64_t rows = rows_of_head(a);
-  auto groups = [&] { return a.batch * a.kv_heads * blocks_of(d->group, d->sharing); };
-  auto even = [&](int64_t most) { return blocks_of(d->group, blocks_of(d->group, most)); };
-  d->sharing = even(smaller(d->group, strips));
-  int64_t high = smaller(larger<int64_t>(strips / d->sharing, 1), blocks_of(rows, kRows));
-  while (groups() * blocks_of(rows, high * kRows) < 32 && (high > 1 || d->sharing > 1))
-    high > 1 ? high /= 2 : d->sharing = even(d->sharing / 2);
-  d->heads = groups();
+  const int64_t rows = rows_of_head(a), groups = a.batch * a.kv_heads * d->group;
+  int64_t high = smaller(blocks_of(strips, d->sharing), blocks_of(rows, kRows));
+  while (groups / d->sharing * blocks_of(rows, high * kRows) < 32 && (high > 1 || d->sharing > 1))
+    high > 1 ? high /= 2 : d->sharing = divisor_up_to(d->sharing, d->sharing / 2);
+  d->heads = groups / d->sharing;
   d->rows = high * kRows * d->sharing;
 }
 
@@ -84,8 +89,8 @@ inline Division divide(const Arguments& a) {
   bool sparse = false;
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
   if (sparse) d.rows = kRows * kMostStrips;  // few strips meet a tile, so more share its packing
-  d.sharing = 1;
-  if (heads_share(a, sparse)) {
+  d.sharing = heads_sharing(a, d.rows / kRows, sparse);
+  if (d.sharing > 1) {
     divide_group(a, d.rows / kRows, &d);
   } else {
     while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
@@ -110,13 +115,13 @@ inline Division divide(const Arguments& a) {
 struct Item {
   Sequence q;
   int64_t kv_head, first, rows;  // first: row number within the head (or group)
-  int64_t head, heads;           // the first head, and how many: strips take turns. 0 and 1 if heads are rows
-  int64_t rows_of_head;          // (or of the group)
+  int64_t head;          // the first of those that share it, whose strips take turns. 0 if heads are rows
+  int64_t rows_of_head;  // (or of the group)
   int strips;
 };
 
 inline void fill_strip(const Division& d, const Item& item, int index, Strip& s) {
-  const int64_t high = index / item.heads * kRows;
+  const int64_t high = index / d.sharing * kRows;
   s.count = int(smaller<int64_t>(kRows, item.rows_of_head - high));
   s.one_head = !d.heads_as_rows;
   s.t_low = item.q.q_len;
@@ -124,8 +129,7 @@ inline void fill_strip(const Division& d, const Item& item, int index, Strip& s)
   for (int r = 0; r < s.count; ++r) {
     const int64_t row = item.first + high + r;
     s.t[r] = d.heads_as_rows ? row % item.q.q_len : row;
-    s.head[r] =
-        d.heads_as_rows ? item.kv_head * d.group + row / item.q.q_len : item.head + index % item.heads;
+    s.head[r] = d.heads_as_rows ? item.kv_head * d.group + row / item.q.q_len : item.head + index % d.sharing;
     s.t_low = smaller(s.t_low, s.t[r]);
     s.t_high = larger(s.t_high, s.t[r]);
   }
@@ -139,14 +143,12 @@ inline bool open_item(const Arguments& a, const Division& d, int64_t number, Str
   const int64_t parts = d.heads_as_rows ? 1 : blocks_of(d.group, d.sharing);  // of a group
   item->q = sequence_of(a, outer / (a.kv_heads * parts));
   item->kv_head = outer / parts % a.kv_heads;
-  const int64_t before = outer % parts * d.sharing;
-  item->head = d.heads_as_rows ? 0 : item->kv_head * d.group + before;
-  item->heads = d.heads_as_rows ? 1 : smaller(d.sharing, d.group - before);
+  item->head = d.heads_as_rows ? 0 : item->kv_head * d.group + outer % parts * d.sharing;
   const int64_t all = d.heads_as_rows ? item->q.q_len * d.group : item->q.q_len, most = d.rows / d.sharing;
   item->first = inner * most;
   item->rows_of_head = smaller(most, all - item->first);
   if (item->rows_of_head <= 0) return false;
-  item->strips = int(blocks_of(item->rows_of_head, kRows) * item->heads);
+  item->strips = int(blocks_of(item->rows_of_head, kRows) * d.sharing);
   item->rows = d.sharing > 1 ? int64_t{item->strips} * kRows : item->rows_of_head;
   for (int i = 0; i < item->strips; ++i) fill_strip(d, *item, i, strips[i]);
   return true;
