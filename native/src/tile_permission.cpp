@@ -5,7 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <cerrno>
-#include <cstdint>
 #endif
 
 namespace polyattn {
@@ -27,32 +26,37 @@ uint64_t saved_states() {
   return uint64_t{high} << 32 | low;
 }
 
-bool holds_tile_data(int question) {
-  uint64_t states = 0;
-  return syscall(SYS_arch_prctl, question, &states) == 0 && (states >> kTileData & 1) != 0;
+int ask_linux(int question, uint64_t argument) {
+  return syscall(SYS_arch_prctl, question, argument) == 0 ? 0 : errno;
 }
 
-const char* ask() {
-  if (!has_tiles()) return "this processor, or its operating system, has no AMX";
-  if (holds_tile_data(kPermitted)) return nullptr;
-  if (syscall(SYS_arch_prctl, kRequest, kTileData) == 0 && holds_tile_data(kPermitted)) return nullptr;
-  // The signal stacks of this process's threads are then too small for the tiles.
-  if (errno == ENOSPC) return "a thread's stack for signals has no room for AMX's tiles";
-  return "the operating system, or the container, does not let this process use AMX's tiles";
+bool holds_tile_data(ArchPrctl ask, int question) {
+  uint64_t states = 0;
+  return ask(question, reinterpret_cast<uintptr_t>(&states)) == 0 && (states >> kTileData & 1) != 0;
 }
 
 }  // namespace
+
+const char* permission_for_tiles(ArchPrctl ask) {
+  if (holds_tile_data(ask, kPermitted)) return nullptr;
+  const int error = ask(kRequest, kTileData);
+  // The signal stacks of this process's threads are then too small for the tiles.
+  if (error == ENOSPC) return "a thread's stack for signals has no room for AMX's tiles";
+  if (error == 0 && holds_tile_data(ask, kPermitted)) return nullptr;
+  return "the operating system, or the container, does not let this process use AMX's tiles";
+}
 
 bool has_tiles() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kOsXsave) == 0) return false;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
   if ((edx & kBf16) == 0 || (edx & kTile) == 0) return false;
-  return (saved_states() & kTileStates) == kTileStates && holds_tile_data(kSupported);
+  return (saved_states() & kTileStates) == kTileStates && holds_tile_data(ask_linux, kSupported);
 }
 
 const char* permit_tiles() {
-  static const char* const refusal = ask();
+  static const char* const refusal =
+      has_tiles() ? permission_for_tiles(ask_linux) : "this processor, or its operating system, has no AMX";
   return refusal;
 }
 
@@ -60,7 +64,8 @@ const char* permit_tiles() {
 
 bool has_tiles() { return false; }
 
-const char* permit_tiles() { return "AMX is used on Linux alone"; }
+const char* permit_tiles() { return permission_for_tiles(nullptr); }
+const char* permission_for_tiles(ArchPrctl) { return "AMX is used on Linux alone"; }
 
 #endif
 

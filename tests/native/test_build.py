@@ -57,6 +57,30 @@ def test_an_instruction_set_that_is_not_here_is_an_error(monkeypatch: pytest.Mon
             module.isa_index()
 
 
+@built_only
+def test_a_set_that_the_system_forbids_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What becomes of a system's refusal; ``native/tests/tiles_test.cpp`` makes some."""
+    why = "the operating system, or the container, does not let this process use AMX's tiles"
+    extension = module.load()
+
+    class Forbidding:
+        def refusal(self, place: int) -> str:
+            return f"{why} ({module.isas()[place]})"
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(extension, name)
+
+    monkeypatch.setattr(module, "load", Forbidding)
+    module._index_of.cache_clear()
+    monkeypatch.setenv("POLYATTN_NATIVE_ISA", "generic")
+    with pytest.raises(SettingsError, match=r"may not run: the operating .* tiles \(generic\)"):
+        module.isa_index()
+    assert main(["doctor"]) == 1
+    assert "AMX's tiles (generic)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_unknown_instruction_set_lists_the_known_ones() -> None:
     with pytest.raises(
         SettingsError, match=r"'avx1024', expected one of best, generic, avx2.*neon"

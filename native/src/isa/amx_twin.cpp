@@ -9,6 +9,9 @@
 #include "kernel/tiles_plain.h"
 
 namespace polyattn {
+
+TwinSessions twin_sessions;
+
 namespace {
 
 using Simd = amx_twin::Simd;

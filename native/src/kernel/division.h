@@ -1,7 +1,8 @@
 // How a call of the forward pass is divided into items, which rows an item has, and how many threads pay.
 //
-// An item is up to `rows` query rows that share keys and values, as strips of kRows. How rows and keys are
-// divided depends on the problem alone, never on the number of threads, so that the result does not either.
+// An item is up to `rows` query rows that share keys and values, as strips of kRows: of one head, of a group's
+// heads in one strip, or of several heads of a group in strips of their own. How rows and keys are divided
+// depends on the problem alone, never on the number of threads, so that the result does not either.
 #pragma once
 
 #include "kernel/visit.h"
@@ -18,6 +19,7 @@ constexpr int kMostTogether = kRows / kFewRows;  // items whose rows a strip's m
 struct Division {
   int64_t group;       // query heads that share a key/value head
   bool heads_as_rows;  // rows of an item run over the group's heads, then over t
+  int64_t sharing;     // heads of a group whose strips an item has, which meet keys that are packed once
   int64_t rows, items_per_head, heads, items;
   // Items that walk over their keys together, and the tasks of one batch entry that this makes.
   int64_t together, tasks_per_batch;
@@ -25,6 +27,7 @@ struct Division {
   int64_t q_units, v_columns;
   int64_t kept;    // tiles that stay packed while the strips of an item meet them
   bool by_strips;  // all of a head's tiles do, so each strip is run from its queries to its output
+  int64_t turns;   // strips whose scores are in memory at once
 };
 
 // Of packed sequences the longest: a division by their total would be mostly empty items.
@@ -55,7 +58,7 @@ inline int64_t rows_of_head(const Arguments& a) {
 }
 
 inline void count_items(const Arguments& a, int64_t rows, Division* d) {
-  d->items_per_head = blocks_of(rows, d->rows);
+  d->items_per_head = blocks_of(rows, d->rows / d->sharing);
   d->items = d->heads * d->items_per_head;
   d->tasks_per_batch = blocks_of(d->items, larger<int64_t>(a.batch, 1) * d->together);
 }
@@ -72,6 +75,30 @@ inline void share_tiles(const Arguments& a, int64_t rows, int64_t most, Division
   count_items(a, rows, d);
 }
 
+// The largest divisor that is not above `most`.
+inline int64_t divisor_up_to(int64_t number, int64_t most) {
+  int64_t divisor = smaller(number, most);
+  while (divisor > 1 && number % divisor != 0) --divisor;
+  return divisor;
+}
+
+// Heads of a group that share items of about `strips` strips. Packed sequences are left out: short ones among
+// them are few rows, which are not packed.
+inline int64_t heads_sharing(const Arguments& a, int64_t strips, bool sparse) {
+  if (heads_are_rows(a) || a.cu_q || sparse || rows_of_head(a) <= kFewRows) return 1;
+  return divisor_up_to(a.q_heads / a.kv_heads, strips);
+}
+
+// The division of rows where heads share items: `strips` or a few more, fewer where that makes few items.
+inline void divide_group(const Arguments& a, int64_t strips, Division* d) {
+  const int64_t rows = rows_of_head(a), groups = a.batch * a.kv_heads * d->group;
+  int64_t high = smaller(blocks_of(strips, d->sharing), blocks_of(rows, kRows));
+  while (groups / d->sharing * blocks_of(rows, high * kRows) < 32 && (high > 1 || d->sharing > 1))
+    high > 1 ? high /= 2 : d->sharing = divisor_up_to(d->sharing, d->sharing / 2);
+  d->heads = groups / d->sharing;
+  d->rows = high * kRows * d->sharing;
+}
+
 template <class S, class U>
 inline Division divide(const Arguments& a) {
   Division d;
@@ -84,9 +111,14 @@ inline Division divide(const Arguments& a) {
   d.rows = most_rows;
   bool sparse = false;
   for (int i = 0; i < a.terms; ++i) sparse |= a.term[i].kind == TermKind::blocks;
-  if (sparse) d.rows = kRows * 16;
-  while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
-  d.rows = smaller(d.rows, round_up(rows, rows <= kFewRows ? 4 : 16));
+  if (sparse) d.rows = kRows * 16;  // few strips meet a tile, so more share its packing
+  d.sharing = heads_sharing(a, d.rows / kRows, sparse);
+  if (d.sharing > 1) {
+    divide_group(a, d.rows / kRows, &d);
+  } else {
+    while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
+    d.rows = smaller(d.rows, round_up(rows, rows <= kFewRows ? 4 : 16));
+  }
   d.together = heads_together(a, rows);
   count_items(a, rows, &d);
   // parts of 1,024 keys at most of long sequences, of 512 at least, or of 1,024 of several heads
@@ -103,27 +135,30 @@ inline Division divide(const Arguments& a) {
   }
   d.by_strips = d.kept > kChunk && d.splits == 1 && kv_len <= d.kept * kTile;
   if (d.splits == 1 && sparse) share_tiles(a, rows, kRows * kMostStrips, &d);
-  if (d.splits == 1 && a.terms == 0) share_tiles(a, rows, most_rows, &d);
+  if (d.splits == 1 && a.terms == 0 && d.sharing == 1) share_tiles(a, rows, most_rows, &d);
+  d.turns = U::kInTiles ? 2 : 1;
   return d;
 }
 
-// The rows of an item.
+// The rows of an item. In memory they are `rows` ones, of which a strip has kRows but in the last.
 struct Item {
   Sequence q;
   int64_t kv_head, first, rows;  // first: row number within the head (or group)
-  int64_t head;                  // unless heads are rows
+  int64_t head;          // the first of those that share it, whose strips take turns. 0 if heads are rows
+  int64_t rows_of_head;  // (or of the group)
   int strips;
 };
 
 inline void fill_strip(const Division& d, const Item& item, int index, Strip& s) {
-  s.count = int(smaller<int64_t>(kRows, item.rows - int64_t{index} * kRows));
+  const int64_t high = index / d.sharing * kRows;
+  s.count = int(smaller<int64_t>(kRows, item.rows_of_head - high));
   s.one_head = !d.heads_as_rows;
   s.t_low = item.q.q_len;
   s.t_high = 0;
   for (int r = 0; r < s.count; ++r) {
-    const int64_t row = item.first + int64_t{index} * kRows + r;
+    const int64_t row = item.first + high + r;
     s.t[r] = d.heads_as_rows ? row % item.q.q_len : row;
-    s.head[r] = d.heads_as_rows ? item.kv_head * d.group + row / item.q.q_len : item.head;
+    s.head[r] = d.heads_as_rows ? item.kv_head * d.group + row / item.q.q_len : item.head + index % d.sharing;
     s.t_low = smaller(s.t_low, s.t[r]);
     s.t_high = larger(s.t_high, s.t[r]);
   }
@@ -134,15 +169,16 @@ inline bool open_item(const Arguments& a, const Division& d, int64_t number, Str
   const int64_t outer = number / d.items_per_head;
   // the last rows first: under causal masks they see most keys, and short items end the call
   const int64_t inner = d.items_per_head - 1 - number % d.items_per_head;
-  const int64_t per_batch = d.heads_as_rows ? a.kv_heads : a.q_heads;
-  item->q = sequence_of(a, outer / per_batch);
-  item->head = d.heads_as_rows ? 0 : outer % per_batch;
-  item->kv_head = d.heads_as_rows ? outer % per_batch : item->head / d.group;
-  const int64_t all = d.heads_as_rows ? item->q.q_len * d.group : item->q.q_len;
-  item->first = inner * d.rows;
-  item->rows = smaller(d.rows, all - item->first);
-  if (item->rows <= 0) return false;
-  item->strips = int(blocks_of(item->rows, kRows));
+  const int64_t parts = d.heads_as_rows ? 1 : blocks_of(d.group, d.sharing);  // of a group
+  item->q = sequence_of(a, outer / (a.kv_heads * parts));
+  item->kv_head = outer / parts % a.kv_heads;
+  item->head = d.heads_as_rows ? 0 : item->kv_head * d.group + outer % parts * d.sharing;
+  const int64_t all = d.heads_as_rows ? item->q.q_len * d.group : item->q.q_len, most = d.rows / d.sharing;
+  item->first = inner * most;
+  item->rows_of_head = smaller(most, all - item->first);
+  if (item->rows_of_head <= 0) return false;
+  item->strips = int(blocks_of(item->rows_of_head, kRows) * d.sharing);
+  item->rows = d.sharing > 1 ? int64_t{item->strips} * kRows : item->rows_of_head;
   for (int i = 0; i < item->strips; ++i) fill_strip(d, *item, i, strips[i]);
   return true;
 }

@@ -28,9 +28,12 @@ class ScoreUnits {
  public:
   explicit ScoreUnits(const Arguments& a) : kind(scores_of<U>(a)) {
     factor = kind == Scores::natural ? a.scale : a.scale * kLog2E;
+    short_powers = U::kValues > 1 && !a.lse.data;
   }
 
   const Scores kind;
+  // Whether nothing is left of probabilities and their sums but bfloat16: where no lse is made of the sums.
+  bool short_powers;
   float factor;  // of the soft-max, for raw scores
   // By which queries are multiplied where they are packed, and what soft cap and bias need then.
   float of_queries() const { return U::kValues == 1 ? factor : 1.0f; }

@@ -22,22 +22,21 @@ POLYATTN_INLINE void store_probabilities(float* row, int i, typename S::Vec a, t
 }
 
 // scores -> units of probabilities, in place; their sums, lane by lane, to `lanes`. The argument of
-// the exponential is what `argument` makes of a score. Of degree 5 for every type: the lse is made
-// of the sums, and float32.
-template <class S, class U, class Argument>
+// the exponential is what `argument` makes of a score.
+template <class S, class U, int kDegree, class Argument>
 POLYATTN_INLINE void exponentials(float* row, int columns, float* lanes, Argument argument) {
   constexpr int W = S::kLanes;
   typename S::Vec sum0 = S::zero(), sum1 = S::zero();
   int i = 0;
   for (; i + 2 * W <= columns; i += 2 * W) {
-    const typename S::Vec a = S::template exp2<5>(argument(S::load(row + i)));
-    const typename S::Vec b = S::template exp2<5>(argument(S::load(row + i + W)));
+    const typename S::Vec a = S::template exp2<kDegree>(argument(S::load(row + i)));
+    const typename S::Vec b = S::template exp2<kDegree>(argument(S::load(row + i + W)));
     sum0 = S::add(sum0, a);
     sum1 = S::add(sum1, b);
     store_probabilities<S, U>(row, i, a, b);
   }
   if (i < columns) {
-    const typename S::Vec a = S::template exp2<5>(argument(S::load(row + i)));
+    const typename S::Vec a = S::template exp2<kDegree>(argument(S::load(row + i)));
     sum0 = S::add(sum0, a);
     if constexpr (U::kValues == 1) {
       S::store(row + i, a);
@@ -72,21 +71,21 @@ POLYATTN_INLINE float exp2_scalar(float x) {
   return lanes[0];
 }
 
-template <class S, class U, Scores kScores>
+template <class S, class U, Scores kScores, int kDegree>
 POLYATTN_INLINE void soften_row(float* row, int columns, float factor, float shift, float* lanes) {
   using Vec = typename S::Vec;
   if constexpr (kScores == Scores::folded) {
     const Vec m = S::fill(shift);
-    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::sub(s, m); });
+    exponentials<S, U, kDegree>(row, columns, lanes, [&](Vec s) { return S::sub(s, m); });
   } else if constexpr (kScores == Scores::natural) {
     const Vec m = S::fill(shift), unit = S::fill(kLog2E);
-    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::mul(S::sub(s, m), unit); });
+    exponentials<S, U, kDegree>(row, columns, lanes, [&](Vec s) { return S::mul(S::sub(s, m), unit); });
   } else if (shift > kLargeScore || shift < -kLargeScore) {
     const Vec m = S::fill(shift), f = S::fill(factor);
-    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::sub(S::mul(s, f), m); });
+    exponentials<S, U, kDegree>(row, columns, lanes, [&](Vec s) { return S::sub(S::mul(s, f), m); });
   } else {
     const Vec m = S::fill(-shift), f = S::fill(factor);
-    exponentials<S, U>(row, columns, lanes, [&](Vec s) { return S::fma(s, f, m); });
+    exponentials<S, U, kDegree>(row, columns, lanes, [&](Vec s) { return S::fma(s, f, m); });
   }
 }
 
@@ -99,13 +98,18 @@ POLYATTN_INLINE typename S::Vec across(const float* lanes, Reduce reduce) {
   return reduce(x);
 }
 
+// What else is issued before the exponentials of a row: nothing.
+struct NothingElse {
+  POLYATTN_INLINE void operator()(int) const {}
+};
+
 // A step for all rows of a strip. `scores`: rows of `stride` floats; `lanes`: their largest, W for
 // each row, overwritten. `factor`: scale * log2(e), for raw scores. `shrink[r]` receives the factor
 // by which older sums of row r must shrink. The arrays of `state` and `shrink` have room for kRows
-// rows.
-template <class S, class U, Scores kScores>
+// rows. kDegree: of probabilities; what older sums shrink by is always of degree 5.
+template <class S, class U, Scores kScores, int kDegree, class Meanwhile>
 __attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, int columns, float factor,
-                                      RowStates state, float* lanes, float* shrink) {
+                                      RowStates state, float* lanes, float* shrink, Meanwhile meanwhile) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
   alignas(64) float shift[kRows];
@@ -123,26 +127,41 @@ __attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, i
     S::store(state.maximum + r, maximum);
     S::store(shift + r, base);
   }
-  for (int r = 0; r < rows; ++r)
-    soften_row<S, U, kScores>(scores + r * stride, columns, factor, shift[r], lanes + r * W);
+  for (int r = 0; r < rows; ++r) {
+    meanwhile(r);
+    soften_row<S, U, kScores, kDegree>(scores + r * stride, columns, factor, shift[r], lanes + r * W);
+  }
   for (int r = 0; r < padded; r += W) {
     const Vec sum = across<S>(lanes + r * W, [](Vec(&x)[W]) { return S::lane_sums(x); });
     S::store(state.sum + r, S::fma(S::load(state.sum + r), S::load(shrink + r), sum));
   }
 }
 
-template <class S, class U>
+template <class S, class U, Scores kScores, class Meanwhile>
 inline void soften(const ScoreUnits<U>& units, float* scores, int64_t stride, int rows, int columns,
-                   RowStates state, float* lanes, float* shrink) {
-  const float factor = units.factor;
-  switch (units.kind) {
-    case Scores::folded:
-      return soften<S, U, Scores::folded>(scores, stride, rows, columns, factor, state, lanes, shrink);
-    case Scores::raw:
-      return soften<S, U, Scores::raw>(scores, stride, rows, columns, factor, state, lanes, shrink);
-    default:
-      return soften<S, U, Scores::natural>(scores, stride, rows, columns, factor, state, lanes, shrink);
+                   RowStates state, float* lanes, float* shrink, Meanwhile meanwhile) {
+  if constexpr (U::kValues > 1) {
+    if (units.short_powers) {
+      return soften<S, U, kScores, 3>(scores, stride, rows, columns, units.factor, state, lanes, shrink,
+                                      meanwhile);
+    }
   }
+  soften<S, U, kScores, 5>(scores, stride, rows, columns, units.factor, state, lanes, shrink, meanwhile);
+}
+
+// `meanwhile(r)` is called before the exponentials of row r.
+template <class S, class U, class Meanwhile = NothingElse>
+inline void soften(const ScoreUnits<U>& units, float* scores, int64_t stride, int rows, int columns,
+                   RowStates state, float* lanes, float* shrink, Meanwhile meanwhile = {}) {
+  if constexpr (U::kValues == 1) {
+    if (units.kind == Scores::folded) {
+      return soften<S, U, Scores::folded>(units, scores, stride, rows, columns, state, lanes, shrink,
+                                          meanwhile);
+    }
+  } else if (units.kind == Scores::raw) {
+    return soften<S, U, Scores::raw>(units, scores, stride, rows, columns, state, lanes, shrink, meanwhile);
+  }
+  soften<S, U, Scores::natural>(units, scores, stride, rows, columns, state, lanes, shrink, meanwhile);
 }
 
 // A tile's products of queries and keys as the soft-max takes them, and what they raise the rows' maxima to,

@@ -13,7 +13,8 @@ namespace polyattn::POLYATTN_NAMESPACE {
   if constexpr (kTile == (n)) instruction
 
 struct AmxTiles {
-  // Every tile whole. Other users in the process configure their own, and signals save what is not released.
+  // Every tile whole. The calling convention has neither configuration nor tiles survive a call, so nothing of
+  // another user is saved; what is not released is state that signals and switches of threads must save.
   struct Session {
     Session() {
       alignas(64) uint8_t config[64] = {1};  // the palette

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel/units.h"
+#include "twin_sessions.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -10,10 +11,24 @@ class PlainTiles {
   static constexpr int kSide = kTileUnits;
 
  public:
-  using Session = NoSession;
+  // AMX's tiles end the process where nobody configured them, and so do these.
+  struct Session {
+    Session() {
+      if (configured_) __builtin_trap();
+      configured_ = true;
+      __atomic_add_fetch(&twin_sessions.begun, 1, __ATOMIC_RELAXED);
+    }
+    ~Session() {
+      configured_ = false;
+      __atomic_add_fetch(&twin_sessions.ended, 1, __ATOMIC_RELAXED);
+    }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+  };
 
   template <int kTile>
   void load(const float* p, int64_t row) {
+    if (!configured_) __builtin_trap();
     for (int r = 0; r < kSide; ++r) std::memcpy(tile_[kTile] + r * kSide, p + r * row, sizeof(float) * kSide);
   }
   template <int kTile>
@@ -22,6 +37,7 @@ class PlainTiles {
   }
   template <int kTile>
   void zero() {
+    if (!configured_) __builtin_trap();
     std::memset(tile_[kTile], 0, sizeof tile_[kTile]);
   }
   // TDPBF16PS: even and odd elements are summed apart, their sums joined, then added to what was there;
@@ -51,6 +67,7 @@ class PlainTiles {
     return (bits & 0x7f800000u) == 0 ? float_of(bits & 0x80000000u) : x;
   }
 
+  static inline thread_local bool configured_ = false;
   alignas(64) float tile_[8][kSide * kSide];
 };
 
