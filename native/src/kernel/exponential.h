@@ -7,7 +7,7 @@ namespace polyattn::POLYATTN_NAMESPACE {
 
 // Degree 5: 1.6e-7 with its rounding. Degree 3: 7.5e-5, for probabilities of which nothing is left
 // but their rounding to bfloat16 (3.9e-3): in the backward pass, where none are summed, and in the
-// forward pass where outputs of bfloat16 are all that is made of the sums.
+// forward pass in tiles, where they limit, if outputs of bfloat16 are all that is made of the sums.
 constexpr float kPower5[] = {0.99999994f,   0.693153083f,   0.240153611f,
                              0.0558263175f, 0.00898933969f, 0.00187757669f};
 constexpr float kPower3[] = {0.999925196f, 0.695833564f, 0.226067156f, 0.0780245215f};

@@ -28,7 +28,7 @@ class ScoreUnits {
  public:
   explicit ScoreUnits(const Arguments& a) : kind(scores_of<U>(a)) {
     factor = kind == Scores::natural ? a.scale : a.scale * kLog2E;
-    short_powers = U::kValues > 1 && !a.lse.data;
+    short_powers = U::kInTiles && !a.lse.data;
   }
 
   const Scores kind;

@@ -140,7 +140,7 @@ __attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, i
 template <class S, class U, Scores kScores, class Meanwhile>
 inline void soften(const ScoreUnits<U>& units, float* scores, int64_t stride, int rows, int columns,
                    RowStates state, float* lanes, float* shrink, Meanwhile meanwhile) {
-  if constexpr (U::kValues > 1) {
+  if constexpr (U::kInTiles) {
     if (units.short_powers) {
       return soften<S, U, kScores, 3>(scores, stride, rows, columns, units.factor, state, lanes, shrink,
                                       meanwhile);
