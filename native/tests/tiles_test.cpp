@@ -73,19 +73,19 @@ void permission() {
   for (const int error : {EPERM, EINVAL, EOPNOTSUPP, ENOSYS}) {
     System refuses;
     refuses.error_of_request = error;
-    expect(asked(refuses).find(forbidden) == 0, "refused with error " + std::to_string(error));
+    expect(asked(refuses).starts_with(forbidden), "refused with error " + std::to_string(error));
     expect(asked({}).empty(), "a refusal of one question is not the answer to the next");
   }
   System small;
   small.error_of_request = ENOSPC;
-  expect(asked(small).find("a thread's stack for signals") == 0, "stacks of signals are named");
+  expect(asked(small).starts_with("a thread's stack for signals"), "stacks of signals are named");
   System lies;
   lies.grants_in_truth = false;
   errno = ENOSPC;  // of whoever ran before
-  expect(asked(lies).find(forbidden) == 0, "what is granted but not permitted is not used");
+  expect(asked(lies).starts_with(forbidden), "what is granted but not permitted is not used");
   System old;
   old.answers_questions = false;
-  expect(asked(old).find(forbidden) == 0, "a system that knows no such call");
+  expect(asked(old).starts_with(forbidden), "a system that knows no such call");
 }
 
 #else
