@@ -156,8 +156,7 @@ template <class S, class U, class T, int R>
 inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, int64_t offset, int64_t keys,
                        Ahead<T> ahead, int64_t dim, float* scores, int64_t row) {
   // queries are loaded once for M keys
-  constexpr int W = S::kLanes, kKeys = W / R, M = kManyRegisters<S> ? 2 : 1;
-  static_assert(kKeys % M == 0);
+  constexpr int W = S::kLanes, kKeys = W / R, M = kManyRegisters<S> && kKeys % 2 == 0 ? 2 : 1;
   for (int64_t j = 0; j < keys; j += kKeys) {
     typename S::Vec sums[W];
 #pragma GCC unroll 16
