@@ -38,6 +38,7 @@ def cases() -> dict[str, dict[str, Any]]:
         "plain": {}, "causal": {"mask": Causal(), "return_lse": True},
         "soft cap": {"mask": Causal() & Window(left=4), "softcap": 3.0},
         "padding": {"mask": Padding(kv_lengths=torch.tensor([13, 5, 2, 9])), "return_lse": True},
+        "padding of a list": {"mask": Padding(kv_lengths=[13, 5, 2, 9])},
         "left padding": {"mask": Causal() & LeftPadding(torch.tensor([0, 3, 1, 2]))},
         "segments": {"mask": Segments(torch.randint(0, 2, (B, T)), torch.randint(0, 2, (B, S)))},
         "dense": {"mask": Dense(torch.rand(B, N, T, S) > 0.3)},

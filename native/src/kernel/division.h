@@ -2,7 +2,8 @@
 //
 // An item is up to `rows` query rows that share keys and values, as strips of kRows: of one head, of a group's
 // heads in one strip, or of several heads of a group in strips of their own. How rows and keys are divided
-// depends on the problem alone, never on the number of threads, so that the result does not either.
+// depends on the problem alone, never on the number of threads, so that the result does not either; but for
+// share_tiles(), which changes no bit.
 #pragma once
 
 #include "kernel/visit.h"

@@ -23,7 +23,7 @@ from polyattn.problem.admission import ArrayFacts, Other
 
 __all__ = [
     "ARRAY", "B", "JaggedRows", "Names", "ROWS", "S", "T", "facts_of", "mask_of", "model_of",
-    "model_of_plain", "model_of_sdpa", "plain_model_of",
+    "model_of_plain", "model_of_sdpa", "plain_model_of", "sequences_of",
 ]  # fmt: skip
 
 B, T, S = "batch", "queries", "keys"
@@ -117,7 +117,7 @@ def model_of(
     if fits:
         ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
         t, s = q.shape[ti], k.shape[ti]
-        b = _sequences(mask) if layout == "packed" else q.shape[0]
+        b = sequences_of(mask) if layout == "packed" else q.shape[0]
         if isinstance(mask, Mask) and layout != "packed":
             mask = simplify(mask, t, s)
         if not exact:
@@ -347,7 +347,7 @@ def _fitted(x: Tensor, fits: list[Any], first: int) -> Any:
     return (ARRAY, tuple(shape), x.dtype, str(x.device), False, True, "strided")
 
 
-def _sequences(mask: Any) -> Any:
+def sequences_of(mask: Any) -> Any:
     """Return how many sequences are packed; 1 where no mask says it, which admission refuses."""
     if isinstance(mask, Mask):
         for leaf in mask.leaves():

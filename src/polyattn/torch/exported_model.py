@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, strided
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from polyattn.masks import Causal, Mask, Packed
+from polyattn.masks import Causal
 from polyattn.masks.biases import DenseBias
-from polyattn.torch.call_model import ARRAY, Names
+from polyattn.torch.call_model import ARRAY, Names, sequences_of
 
 __all__ = ["exported_model"]
 
@@ -34,7 +34,7 @@ def exported_model(
     names, empty = _OpenNames(), False
     if rank is not None and _are_strided(q, k, v, rank):
         ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
-        b = _sequences(mask) if layout == "packed" else q.shape[0]
+        b = sequences_of(mask) if layout == "packed" else q.shape[0]
         t, s = q.shape[ti], k.shape[ti]
         names = _OpenNames(b, t, s)
         for size in (b, t, s, q.shape[ni]):
@@ -77,14 +77,6 @@ def number_of(size: Any) -> int:
 
 def _are_strided(q: Any, k: Any, v: Any, rank: int) -> bool:
     return all(not (not isinstance(x, Tensor) or x.is_nested or x.dim() != rank) for x in (q, k, v))
-
-
-def _sequences(mask: Any) -> Any:
-    if isinstance(mask, Mask):
-        for leaf in mask.leaves():
-            if isinstance(leaf, Packed) and isinstance(leaf.cu_q, Tensor):
-                return leaf.cu_q.shape[0] - 1
-    return 1
 
 
 class _OpenNames(Names):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from polyattn.masks import Mask
 from polyattn.masks.biases import Alibi, DenseBias
+from polyattn.torch.kit.masking import bind_mask
 from polyattn.torch.refusals import refuse
 
 __all__ = ["attention", "local_call"]
@@ -48,7 +49,7 @@ def attention(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: dict[
     """
     layout = options["layout"]
     spread = _spread(q, k, v, layout)
-    found = attend(q.to_local(), k.to_local(), v.to_local(), **_local_options(spread, options))
+    found = attend(q.to_local(), k.to_local(), v.to_local(), **_local_options(spread, q, options))
     out, lse = found if options["return_lse"] else (found, None)
     out = DTensor.from_local(out, spread.mesh, spread.placements, run_check=False)
     if lse is None:
@@ -64,14 +65,17 @@ def local_call(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return the call of this rank's part of three DTensors."""
     spread = _spread(q, k, v, options["layout"])
-    return q.to_local(), k.to_local(), v.to_local(), _local_options(spread, options)
+    return q.to_local(), k.to_local(), v.to_local(), _local_options(spread, q, options)
 
 
-def _local_options(spread: _Spread, options: dict[str, Any]) -> dict[str, Any]:
+def _local_options(spread: _Spread, q: Any, options: dict[str, Any]) -> dict[str, Any]:
     _check_dropout(spread, options["dropout_p"])
+    mask = options["mask"]
+    if isinstance(mask, Mask):  # lists become tensors, of which there are parts
+        mask = bind_mask(mask, q.device)
     return {
         **options,
-        "mask": _local_mask(options["mask"], spread),
+        "mask": _local_mask(mask, spread),
         "bias": _local_bias(options["bias"], spread),
         "sinks": _local_part("sinks", options["sinks"], spread, None, 0),
     }
