@@ -19,6 +19,8 @@
 #include <system_error>
 #include <thread>
 
+#include "fences.h"
+
 #if defined(__unix__) || defined(__APPLE__)
 #include <dlfcn.h>
 #include <pthread.h>
@@ -279,31 +281,42 @@ void run_share(void* data) {
 class Arena {
  public:
   Arena() = default;
-  ~Arena() { std::free(data_); }
+  ~Arena() { give_up(); }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
   std::byte* reserve(size_t bytes) {
-    if (bytes <= size_ && data_ != nullptr) return data_;
-    std::free(data_);
-    data_ = nullptr;
-    size_ = 0;
-    // Whole huge pages where the buffer is large: fewer page faults and TLB misses.
-    const size_t unit = bytes >= kHugePage ? kHugePage : kSmallUnit;
-    if (bytes > SIZE_MAX - unit) return nullptr;
-    const size_t size = bytes == 0 ? unit : (bytes + unit - 1) / unit * unit;
-    void* memory = nullptr;
-    if (posix_memalign(&memory, unit, size) != 0) return nullptr;
-#if defined(__linux__)
-    if (unit == kHugePage) madvise(memory, size, MADV_HUGEPAGE);
-#endif
-    data_ = static_cast<std::byte*>(memory);
-    size_ = size;
+    if ((bytes > size_ || data_ == nullptr) && !enlarge(bytes)) return nullptr;
+    open_up(data_, bytes);
+    close_off(data_ + bytes, size_ - bytes);
     return data_;
   }
 
  private:
   static constexpr size_t kHugePage = size_t{2} << 20, kSmallUnit = 4096;
+
+  void give_up() {
+    if (data_ != nullptr) open_up(data_, size_);
+    std::free(data_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+  bool enlarge(size_t bytes) {
+    give_up();
+    // Whole huge pages where the buffer is large: fewer page faults and TLB misses.
+    const size_t unit = bytes >= kHugePage ? kHugePage : kSmallUnit;
+    if (bytes > SIZE_MAX - unit) return false;
+    const size_t size = bytes == 0 ? unit : (bytes + unit - 1) / unit * unit;
+    void* memory = nullptr;
+    if (posix_memalign(&memory, unit, size) != 0) return false;
+#if defined(__linux__)
+    if (unit == kHugePage) madvise(memory, size, MADV_HUGEPAGE);
+#endif
+    data_ = static_cast<std::byte*>(memory);
+    size_ = size;
+    return true;
+  }
 
   std::byte* data_ = nullptr;
   size_t size_ = 0;

@@ -66,6 +66,12 @@ class Maker {
         a_.head_dim = a_.value_dim = random_.between(1, 40);
         if (random_.chance(0.5)) a_.kv_len = random_.between(2048, 2600);  // from where on they are
       }
+      if (random_.chance(0.1)) {  // a cache that is long, and not split where there are heads enough
+        a_.kv_heads = random_.between(1, 16);
+        a_.q_heads = a_.kv_heads * random_.pick(groups);
+        a_.head_dim = a_.value_dim = random_.between(1, 10);
+        a_.kv_len = random_.between(4096, 20000);
+      }
     }
     if (random_.chance(0.03)) a_.kv_len = 0;
     if (random_.chance(0.03)) a_.q_len = 0;

@@ -5,6 +5,7 @@
 
 #include "kernel/matmul.h"
 #include "kernel/pack.h"
+#include "kernel/parts.h"
 #include "kernel/scores.h"
 #include "kernel/softmax.h"
 #include "kernel/visit.h"
@@ -63,12 +64,8 @@ class BackwardStrip {
   int64_t q_columns() const { return k_columns_; }
 
   size_t layout(float* base, Workspace* w) const {
-    size_t used = 0;
-    auto take = [&](int64_t floats) {
-      float* p = base + used;
-      used += size_t(round_up(floats, 16));
-      return p;
-    };
+    MemoryParts parts(base);
+    const auto take = [&](int64_t floats) { return parts.take(size_t(floats)); };
     const int64_t pairs = kChunkKeys / U::kValues;
     Workspace local;
     Workspace& to = w ? *w : local;
@@ -89,7 +86,7 @@ class BackwardStrip {
     to.dv = take(kChunkKeys * v_columns_);
     to.cleaned = take(pairs * larger(k_columns_, v_columns_));
     to.words = reinterpret_cast<uint64_t*>(take(kRows * kChunk * 2));
-    return used * sizeof(float);
+    return parts.bytes();
   }
 
   template <class E>

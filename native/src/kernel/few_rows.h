@@ -52,8 +52,8 @@ class FewRows {
     if constexpr (kCoded<C>) {
       for (int i = 0; i < count; ++i) {
         Workspace own = w.of(d_, i);
-        spread_scales(a_, a_.quantised.k, items[i], begin, last, own.key_scales);
-        spread_scales(a_, a_.quantised.v, items[i], begin, last, own.value_scales);
+        spread_scales(a_, a_.quantised.k, items[i], begin, end, own.key_scales);
+        spread_scales(a_, a_.quantised.v, items[i], begin, end, own.value_scales);
       }
     }
     walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
@@ -113,7 +113,7 @@ class FewRows {
                                     int64_t keys, int i, int count, const C** own) const {
     constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
     if (count == 1) return {at + kAhead, offset};
-    constexpr int64_t kAheadTogether = kCoded<C> && !kBytes ? kTurn<S> : kAhead;
+    constexpr int64_t kAheadTogether = kBytes ? kAhead : kAheadRowsTogether;
     int64_t row = keys * i / count, head = keys * i % count;
     for (int64_t j = 0; j < keys; ++j) {
       own[j] = at[kAheadTogether + row] + head * dim;

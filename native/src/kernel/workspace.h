@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel/key_rows.h"
+#include "kernel/parts.h"
 #include "kernel/softmax.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -17,12 +18,8 @@ struct Workspace {
   float* decoded;                     // of such keys, a tile's rows
 
   static size_t layout(const Arguments& a, const Division& d, int64_t k_units, float* base, Workspace* w) {
-    size_t used = 0;
-    auto take = [&](size_t floats) {
-      float* p = base + used;
-      used += (floats + 15) / 16 * 16;
-      return p;
-    };
+    MemoryParts parts(base);
+    const auto take = [&](size_t floats) { return parts.take(floats); };
     const size_t items = size_t(d.together);
     const int64_t held = d.by_strips ? smaller<int64_t>(d.rows, kRows) : d.rows;  // rows at a time
     float* q = take(items * size_t(held * d.q_units));
@@ -50,7 +47,7 @@ struct Workspace {
       *w = {q,     k,      v,       cleaned,   scores,     out,          state,
             words, strips, keys_at, values_at, key_scales, value_scales, decoded};
     }
-    return used * sizeof(float);
+    return parts.bytes();
   }
 
   // The memory of strips that take turns, of which the i-th is one's own.
