@@ -73,6 +73,12 @@ class Maker {
         a_.kv_len = random_.between(4096, 20000);
       }
     }
+    if (random_.chance(0.04)) {  // many steps over the keys, of few or of many rows
+      a_.kv_heads = a_.q_heads = random_.between(1, 2);
+      a_.head_dim = a_.value_dim = random_.between(1, 8);
+      a_.q_len = random_.between(1, 150);
+      a_.kv_len = random_.between(3000, 9000);
+    }
     if (random_.chance(0.03)) a_.kv_len = 0;
     if (random_.chance(0.03)) a_.q_len = 0;
     // The oracle is a plain triple loop: keep it to some ten million products.

@@ -241,6 +241,9 @@ def test_tables_show_goals_and_peers(record: dict, capsys: pytest.CaptureFixture
     printed = " ".join(printed.split())
     assert f"goal missed: {first['name']}: 1.5 x torch (goal: at least 99)" in printed
     assert "a long one: not run, needs about 9.0 GiB" in printed
+    shown.update(goals_of="AMD Zen 4", rows=[{**row, "goal": None} for row in shown["rows"]])
+    report.print_record(shown)
+    assert "goals over torch: those of AMD Zen 4" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plot_is_drawn(record: dict, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from polyattn.bench.cpu.goals import AMX, ZEN4, said
+from polyattn.bench.cpu.goals import AMX, OTHERS, ZEN4, said
 from polyattn.bench.report import conditions, console, say
 
 __all__ = ["print_record"]
@@ -149,7 +149,7 @@ def _footer(record: Mapping[str, Any]) -> list[str]:
 
 def _verdict(record: Mapping[str, Any]) -> list[str]:
     lines = [f"goals over torch: those of {record['goals_of']}"]
-    if all(row["goal"] is None for row in record["rows"]):
+    if record["goals_of"] == OTHERS.name:
         lines = [f"goals over torch: stated for {ZEN4.name} and {AMX.name}, not for this processor"]
     missed = [
         f"goal missed: {row['name']}: {said(one)}"
