@@ -338,6 +338,16 @@ def _words(tree: Any) -> Iterator[Any]:
         yield from _words(part) if isinstance(part, tuple) else (part,)
 
 
+def test_some_random_cases_have_many_keys() -> None:
+    rng = Random(0)
+    cases = [random_case(rng) for _ in range(20_000)]
+    long = [case for case in cases if case.s > 80]
+    assert 200 < len(long) < 800
+    assert max(case.s for case in long) > 4000 and any(case.b * case.k >= 32 for case in long)
+    assert all(case.b * case.n * case.t * case.s <= 160_000 for case in long)
+    assert any(case.quantized for case in long)
+
+
 def test_a_failure_of_dropout_has_a_command_too(plant: Plant) -> None:
     def spoil(problem: Problem, result: Any, args: Any) -> Any:
         return _spoil_out(result, lambda out: out * 1.2) if problem.dropout_p else result

@@ -1,4 +1,7 @@
-"""Random cases: small, so that thousands run a minute, and odd, so that they find something."""
+"""Random cases: small, so that thousands run a minute, and odd, so that they find something.
+
+One in fifty has few queries on many keys: more than a kernel meets in one step, or by one thread.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ __all__ = ["random_case"]
 
 _EDGES = (7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80)
 _MOST_SCORES = 24_000  # of B * N * T * S: what keeps a case at milliseconds
+_MOST_OF_LONG = 160_000  # the same where there are many keys, which are rare
 _KINDS = [kind for kind in LEAVES for _ in range(kind.weight)]
 
 
@@ -36,7 +40,24 @@ def random_case(rng: Random) -> Case:
         grad=_grad(rng, bias is not None, sinks > 0),
         lse=rng.random() < 0.35, deterministic=rng.random() < 0.15, poison=rng.random() < 0.5,
     )  # fmt: skip
-    return case if case.packed or case.seed % 25 else _quantized(case)
+    if case.packed:
+        return case
+    if case.seed % 50 == 1:
+        case = _long(case)
+    return case if case.seed % 25 and case.seed % 200 != 1 else _quantized(case)
+
+
+def _long(case: Case) -> Case:
+    """Return the case with few queries and many keys, drawn of its seed as codes are."""
+    rng = Random(case.seed)
+    b, k, t = rng.choice((1, 1, 2, 4)), rng.choice((1, 1, 2, 8)), rng.choice((1, 1, 1, 2, 5, 40))
+    n, s = k * rng.choice((1, 1, 2, 4)), rng.randint(200, 5000)
+    if b * n * t * s > _MOST_OF_LONG:
+        b, n = 1, k
+    if n * t * s > _MOST_OF_LONG:
+        n, k = 1, 1
+    s = min(s, _MOST_OF_LONG // (b * n * t))
+    return case.with_(b=b, t=t, s=s, n=n, k=k, h=min(case.h, 40), v=min(case.v, 40))
 
 
 def _quantized(case: Case) -> Case:
