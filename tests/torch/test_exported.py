@@ -165,6 +165,14 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     check(program, model, given, 1e-12 if dtype == torch.float64 else 2e-2)
 
 
+def test_alibi_is_no_coarser_than_its_distances() -> None:
+    q, k, v = (torch.randn(1, n, 2, 32, dtype=torch.bfloat16) for n in (69, 7, 7))
+    slopes = torch.tensor([0.31, 0.47], dtype=torch.bfloat16)
+    exact = attention(*(x.double() for x in (q, k, v)), bias=Alibi(slopes.double()))
+    out = attention(q, k, v, bias=Alibi(slopes), backend="portable")
+    torch.testing.assert_close(out.double(), exact, rtol=8e-3, atol=8e-3)
+
+
 def test_gradients_go_through_an_exported_program() -> None:
     model = Attends(*CALLS["window"][:1])
     q, k, v, x = inputs("window", 2, 9, 9)

@@ -50,7 +50,9 @@ def _is_rounded(problem: Problem) -> bool:
     bias = problem.bias_structure
     if problem.dtype not in ("float16", "bfloat16"):
         return False
-    return bool(problem.sinks) or (bias is not None and bias.arguments[1:2] != (problem.dtype,))
+    if bias is not None and (bias.kind == "Alibi" or bias.arguments[1] != problem.dtype):
+        return True
+    return bool(problem.sinks)
 
 
 def _own_function(
