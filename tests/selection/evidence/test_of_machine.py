@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
+
 import pytest
 
 from polyattn import Facts, Problem
@@ -21,6 +24,8 @@ DENSE = Problem(batch=1, q_len=4096, kv_len=4096, heads=8, kv_heads=8, head_dim=
 DECODE = DENSE.with_(q_len=1, heads=32, kv_heads=8, head_dim=128, value_dim=128)
 CAUSAL = DENSE.with_(mask=MaskFacts.parse("Causal('top_left')", "top_left"))
 WINDOW = DENSE.with_(mask=MaskFacts.parse("Causal() & Window(left=255, right=None)", None))
+
+RECORDS = files("polyattn.selection.evidence") / "records"
 
 ZEN4 = Machine("AuthenticAMD", 25, "avx512bf16", "2.13", 2, "avx512bf16")
 AMX = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16")
@@ -66,7 +71,9 @@ def test_what_is_chosen_elsewhere(facts: str, problem: Problem, dtype: str, chos
 
 def test_the_reason_names_the_record_its_command_and_its_hardware() -> None:
     zen4 = on("zen4", DENSE.with_(dtype="bfloat16")).reason
-    assert "2.72 x torch's kernel on dense bfloat16 problems (2.19 - 3.03), by" in zen4
+    made = json.loads(RECORDS.joinpath("amd-zen4.json").read_text())["figures"]["bfloat16"]["dense"]
+    low, median, high = (f"{made[name]:.3g}" for name in ("low", "median", "high"))
+    assert f"{median} x torch's kernel on dense bfloat16 problems ({low} - {high}), by" in zen4
     assert "`polyattn bench harm --record`" in zen4
     assert "AMD EPYC of Zen 4" in zen4 and "2 threads, torch 2.13.0+cpu" in zen4
     amx = on("sapphirerapids", DENSE.with_(dtype="bfloat16")).reason
