@@ -16,6 +16,7 @@ from polyattn.conformance import Case, Report, random_case, run
 from polyattn.conformance.fuzz import main, run_case
 from polyattn.conformance.inputs import build
 from polyattn.conformance.shrink import shrink
+from polyattn.conformance.tolerance import Yardstick, measure
 from polyattn.errors import InvalidProblem, UnknownBackend
 from polyattn.masks import LEAVES, Packed
 from polyattn.problem import Problem
@@ -336,6 +337,15 @@ def test_random_cases_cover_the_ground() -> None:
 def _words(tree: Any) -> Iterator[Any]:
     for part in tree or ():
         yield from _words(part) if isinstance(part, tuple) else (part,)
+
+
+def test_probabilities_that_underflow_may_be_zero_and_no_others() -> None:
+    """Both lines were found on AVX2, whose exponential ends at the smallest normal number."""
+    exact = torch.tensor([6.1e-39], dtype=torch.float64)
+    truth = Yardstick("key", exact, exact * 25, 0.1, lambda: exact.float(), terms=490)
+    assert measure(torch.zeros(1), truth) is None
+    larger = Yardstick("key", exact * 1e3, exact * 25e3, 0.1, lambda: exact.float() * 1e3, 490)
+    assert measure(torch.zeros(1), larger) is not None
 
 
 def test_some_random_cases_have_many_keys() -> None:

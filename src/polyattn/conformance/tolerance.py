@@ -30,6 +30,9 @@ beyond that, in ulps `u` of the dtype of the value:
   each of the L terms, too (score gradients of 1e-7 in float16 lie there): each is off by up to
   u/2 * smallest normal times the entry it meets, which is a few in size, and L of them add up as
   sqrt(L): + FEW * u * smallest normal * sqrt(L) / 2.
+- probabilities below the smallest normal number of the accumulation type may be 0: exponentials by
+  polynomials end there, and processors are told to. Each meets entries of a few in size:
+  + FEW * smallest normal number of that type.
 - products of bytes round to 16 bits of the largest, see :mod:`polyattn.conformance.byte_rounding`.
 """
 
@@ -118,6 +121,8 @@ def _error(found: Tensor, truth: Yardstick, dtype: torch.dtype) -> Tensor:
     """The distance from the truth in units of the scale; infinities are equal here."""
     same = found == truth.exact
     distance = torch.where(same, 0, (found - truth.exact).abs())
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32))
+    distance = (distance - FEW * wide.tiny).clamp(min=0)
     if truth.beyond is not None:
         distance = (distance - truth.beyond).clamp(min=0)
     return distance / (truth.scale + torch.finfo(dtype).tiny * (1 + truth.terms**0.5 / 2))
