@@ -340,7 +340,7 @@ def _words(tree: Any) -> Iterator[Any]:
 
 
 def test_probabilities_that_underflow_may_be_zero_and_no_others() -> None:
-    """Both lines were found on AVX2, whose exponential ends at the smallest normal number."""
+    """As found on AVX2, where the kernels' exponential ends at the smallest normal number."""
     exact = torch.tensor([6.1e-39], dtype=torch.float64)
     truth = Yardstick("key", exact, exact * 25, 0.1, lambda: exact.float(), terms=490)
     assert measure(torch.zeros(1), truth) is None

@@ -113,7 +113,8 @@ class FewRows {
                                     int64_t keys, int i, int count, const C** own) const {
     constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
     if (count == 1) return {at + kAhead, offset};
-    constexpr int64_t kAheadTogether = kBytes ? kAhead : kAheadRowsTogether;
+    // a row of all heads is longer
+    constexpr int64_t kAheadTogether = !kBytes && kTurn<S> < kAhead ? kTurn<S> : kAhead;
     int64_t row = keys * i / count, head = keys * i % count;
     for (int64_t j = 0; j < keys; ++j) {
       own[j] = at[kAheadTogether + row] + head * dim;

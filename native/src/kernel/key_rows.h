@@ -12,8 +12,6 @@ constexpr int64_t kTogetherKeys = 2 * kTile;
 
 // A row is fetched S::kAheadRows rows before it is read, of codes, which are small, so many.
 constexpr int64_t kAheadCodes = 64;
-// Of heads that walk together a row is that of all of them, but where the products are of bytes.
-constexpr int64_t kAheadRowsTogether = 16;
 constexpr int64_t kLocatedRows = kChunkKeys + kAheadCodes;
 
 // What is fetched while some keys are met: a row for each, `offset` elements further. None if `rows` is null.

@@ -24,7 +24,7 @@ from polyattn.selection.backend import Backend
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities, Reason, arch_number
 from polyattn.selection.registry import Registry
 
-__all__ = ["PLACE", "declare"]
+__all__ = ["PLACE", "declare", "rounds_bias"]
 
 PLACE = 0
 
@@ -95,10 +95,16 @@ def _efficient() -> Backend:
     )
 
 
+def rounds_bias(p: Problem) -> bool:
+    """Say whether a bias in the dtype of the queries is coarser than the bias that is given."""
+    bias = p.bias_structure
+    if bias is None or p.dtype not in HALVES:
+        return False
+    return bias.kind == "Alibi" or bias.arguments[1] != p.dtype
+
+
 def _narrow_bias(p: Problem) -> Iterator[Reason]:
-    if (bias := p.bias_structure) is None or p.dtype not in HALVES:
-        return
-    if bias.kind == "Alibi" or bias.arguments[1] != p.dtype:
+    if rounds_bias(p):
         yield Reason("bias", str(p.bias), f"biases in {p.dtype}, so that nothing is rounded")
 
 

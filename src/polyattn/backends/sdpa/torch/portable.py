@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.backends.declaring import HALVES
+from polyattn.backends.sdpa.declared import rounds_bias
 from polyattn.backends.sdpa.torch.lowering import prepare
 from polyattn.backends.sdpa.torch.operators import Call, Op, Result
 from polyattn.problem import Problem
@@ -47,12 +49,7 @@ def load_portable() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]
 
 def _is_rounded(problem: Problem) -> bool:
     """Say whether torch's function would round what is added to the scores of half precision."""
-    bias = problem.bias_structure
-    if problem.dtype not in ("float16", "bfloat16"):
-        return False
-    if bias is not None and (bias.kind == "Alibi" or bias.arguments[1] != problem.dtype):
-        return True
-    return bool(problem.sinks)
+    return rounds_bias(problem) or (problem.dtype in HALVES and bool(problem.sinks))
 
 
 def _own_function(
