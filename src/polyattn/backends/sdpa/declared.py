@@ -24,7 +24,7 @@ from polyattn.selection.backend import Backend
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities, Reason, arch_number
 from polyattn.selection.registry import Registry
 
-__all__ = ["PLACE", "declare", "rounds_bias"]
+__all__ = ["PLACE", "declare", "rounds_bias", "rounds_sinks"]
 
 PLACE = 0
 
@@ -101,6 +101,11 @@ def rounds_bias(p: Problem) -> bool:
     if bias is None or p.dtype not in HALVES:
         return False
     return bias.kind == "Alibi" or bias.arguments[1] != p.dtype
+
+
+def rounds_sinks(p: Problem) -> bool:
+    """Say whether sinks in the dtype of the queries are coarser than their scores."""
+    return p.dtype in HALVES and bool(p.sinks)
 
 
 def _narrow_bias(p: Problem) -> Iterator[Reason]:

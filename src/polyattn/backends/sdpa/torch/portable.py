@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.declaring import HALVES
-from polyattn.backends.sdpa.declared import rounds_bias
+from polyattn.backends.sdpa.declared import rounds_bias, rounds_sinks
 from polyattn.backends.sdpa.torch.lowering import prepare
 from polyattn.backends.sdpa.torch.operators import Call, Op, Result
 from polyattn.problem import Problem
@@ -49,7 +48,7 @@ def load_portable() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]
 
 def _is_rounded(problem: Problem) -> bool:
     """Say whether torch's function would round what is added to the scores of half precision."""
-    return rounds_bias(problem) or (problem.dtype in HALVES and bool(problem.sinks))
+    return rounds_bias(problem) or rounds_sinks(problem)
 
 
 def _own_function(
