@@ -62,7 +62,7 @@ class SmallModel:
     is_training = True
 
     def __init__(self, name: str) -> None:
-        from polyattn.bench.models.transformers_models.examining import built
+        from polyattn.bench.models.transformers_models.building import built
 
         found = built(name)
         self.config = _without_implementation(found.model.config)

@@ -71,8 +71,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from polyattn.bench.offload.architectures import built
 
-    model = built(name)
-    found = tried(model.model, model.inputs, tmp_path)
+    found = tried(*built(f"transformers/{name}"), tmp_path)
     assert set(found.values()) == {"same"}
     assert set(found) - {"two lists"} == {
         *SITUATIONS, "quantised", "adapters train", "checkpointing"
@@ -84,6 +83,6 @@ def test_architectures(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "UNet2DConditionModel"])
 def test_architectures_of_diffusers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    from polyattn.bench.offload.diffusers_models import built
+    from polyattn.bench.offload.architectures import built
 
-    assert set(tried(*built(name), tmp_path).values()) == {"same"}
+    assert set(tried(*built(f"diffusers/{name}"), tmp_path).values()) == {"same"}

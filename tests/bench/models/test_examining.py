@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from polyattn.bench.models.transformers_models.examining import _is_unsteady, built, examine
+from polyattn.bench.models.transformers_models.building import built
+from polyattn.bench.models.transformers_models.examining import _is_unsteady, examine
 from polyattn.integrations.transformers import register
 from polyattn.integrations.transformers.library import library
 

@@ -6,7 +6,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from polyattn.bench.models.transformers_models.examining import built, examine
+from polyattn.bench.models.transformers_models.building import built
+from polyattn.bench.models.transformers_models.examining import examine
 from polyattn.bench.models.transformers_models.shrinking import share_rotations, shrink
 
 

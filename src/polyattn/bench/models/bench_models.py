@@ -109,7 +109,8 @@ def measure(
     names = _names(library, only)
     rows: list[Row] = []
     begin = time.monotonic()
-    examiners = Examiners(library, jobs=jobs, limit_s=limit_s, memory_mib=memory_mib)
+    module = f"polyattn.bench.models.{library}_models.examining"
+    examiners = Examiners(module, jobs=jobs, limit_s=limit_s, memory_mib=memory_mib)
 
     def examine(heard: Callable[[Row], None]) -> None:
         def both(row: Row) -> None:

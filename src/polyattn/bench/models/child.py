@@ -1,6 +1,6 @@
 """A process that examines the models it is told, one line in, one line out.
 
-``python -m polyattn.bench.models.child LIBRARY MEMORY_MIB``: a name a line on the standard input, a
+``python -m polyattn.bench.models.child MODULE MEMORY_MIB``: a name a line on the standard input, a
 row a line, as JSON, on the standard output. What libraries print goes to the standard error.
 """
 
@@ -22,12 +22,12 @@ def main() -> int:
     """Read names until the input ends."""
     told = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    library, memory = sys.argv[1], int(sys.argv[2])
+    module, memory = sys.argv[1], int(sys.argv[2])
     if memory:
         bytes_of_it = memory << 20
         resource.setrlimit(resource.RLIMIT_AS, (bytes_of_it, bytes_of_it))
     vars(import_module("huggingface_hub.constants"))["HF_HUB_OFFLINE"] = True  # no downloads
-    examine = import_module(f"polyattn.bench.models.{library}_models.examining").examine
+    examine = import_module(module).examine
     for line in sys.stdin:
         begin = time.monotonic()
         name = line.strip()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from polyattn import settings
 from polyattn.bench.models.model_row import Row
 
 __all__ = ["Examiners"]
@@ -20,16 +22,19 @@ _A_PROCESS = 40
 
 
 class Examiners:
-    """Examines the models of a library in processes of their own.
+    """Examines models in processes of their own, by a module's function ``examine(name)``.
 
-    `jobs` at once, each model for at most `limit_s`, each process with at most `memory_mib`.
+    `jobs` at once, each model for at most `limit_s`, each process with at most `memory_mib`, and
+    with `environment` beside what this one has.
     """
 
     def __init__(
-        self, library: str, *, jobs: int = 1, limit_s: float = 300.0, memory_mib: int = 0
-    ) -> None:
-        self._library, self._jobs = library, jobs
-        self._limit_s, self._memory_mib = limit_s, memory_mib
+        self, module: str, *, jobs: int = 1, limit_s: float = 300.0, memory_mib: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        whole = settings.environment(dict(environment or {}))
+        self._begun = functools.partial(_Child, module, memory_mib, whole)
+        self._jobs, self._limit_s = jobs, limit_s
         self._children: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -87,7 +92,7 @@ class Examiners:
         self._leave(child)
 
     def _begin(self) -> _Child:
-        child = _Child(self._library, self._memory_mib)
+        child = self._begun()
         with self._lock:
             self._children.add(child.process)
         if self._over.is_set():
@@ -102,11 +107,11 @@ class Examiners:
 
 
 class _Child:
-    def __init__(self, library: str, memory_mib: int) -> None:
-        command = [sys.executable, "-m", "polyattn.bench.models.child", library, str(memory_mib)]
+    def __init__(self, module: str, memory_mib: int, environment: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "polyattn.bench.models.child", module, str(memory_mib)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, start_new_session=True,
+            text=True, start_new_session=True, env=environment,
         )  # fmt: skip
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -111,62 +111,49 @@ def _memory(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
 
 
 def _models(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
-    for package in ("transformers", "diffusers"):
+    from polyattn.bench.offload.architectures import PACKAGES, names
+
+    for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise MissingDependency(f"got no {package}, expected pip install 'polyattn[bench]'")
-    from polyattn.bench.offload import architectures, diffusers_models
-
-    def of_transformers(name: str) -> tuple[Any, dict[str, Any]]:
-        made = architectures.built(name)
-        return made.model, made.inputs
-
-    chosen = architectures.names()[:: 20 if options.quick else 1]
-    theirs = list(diffusers_models.MODELS)[:: 5 if options.quick else 1]
-    return [
-        _models_row("transformers", chosen, of_transformers, options, say),
-        _models_row("diffusers", theirs, diffusers_models.built, options, say),
-    ]
+    step = 20 if options.quick else 1
+    return [_models_row(package, names(package)[::step], options, say) for package in PACKAGES]
 
 
 def _models_row(
-    package: str, chosen: list[str], build: Callable[[str], tuple[Any, dict[str, Any]]],
-    options: argparse.Namespace, say: Say,
-) -> dict[str, Any]:  # fmt: skip
-    from polyattn.bench.offload.situations import tried
-
-    results: dict[str, dict[str, str]] = {}
-    refused: dict[str, str] = {}
-    for place, name in enumerate(chosen):
-        if place % 20 == 0:
-            say(f"{package} {place}/{len(chosen)}: {name}")
-        try:
-            model, inputs = build(name)
-        except Exception as error:  # a model that cannot be built says nothing of offload
-            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-            continue
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            try:
-                results[name] = tried(model, inputs, Path(folder))
-            except Exception as error:  # one that cannot be offloaded is a result
-                results[name] = {"attach": f"{type(error).__name__}: {error}"}
-    return _verdict(package, results, refused)
-
-
-def _verdict(
-    package: str, results: dict[str, dict[str, str]], refused: dict[str, str]
+    package: str, chosen: list[str], options: argparse.Namespace, say: Say
 ) -> dict[str, Any]:
-    whole = {n: found for n, found in results.items() if found != {"plain": "nothing to stream"}}
-    situations = {situation for found in whole.values() for situation in found}
-    wrong = {
-        f"{name}, {situation}": verdict
-        for name, found in whole.items()
-        for situation, verdict in found.items()
-        if verdict != "same"
-    }
+    """Offload each in processes of their own, as many at once as there are processors."""
+    from polyattn.bench.models.processes import Examiners
+
+    rows: list[Any] = []
+
+    def heard(row: Any) -> None:
+        rows.append(row)
+        if len(rows) % 20 == 0 or row.extra:
+            say(f"{package} {len(rows)}/{len(chosen)}: {row.name} {row.outcome} {row.extra or ''}")
+
+    environment = {"OMP_NUM_THREADS": "1"} | (
+        {"TMPDIR": os.path.abspath(options.folder)} if options.folder else {}
+    )
+    Examiners(
+        "polyattn.bench.offload.architectures", jobs=len(os.sched_getaffinity(0)),
+        environment=environment,
+    ).run(chosen, heard)  # fmt: skip
+    return _verdict(package, sorted(rows, key=lambda row: row.name))
+
+
+def _verdict(package: str, rows: list[Any]) -> dict[str, Any]:
+    tried = [row for row in rows if row.outcome in ("equal", "different")]
+    refused = {row.name: row.reason for row in rows if row.outcome == "not built"}
+    whole = sum(row.outcome == "one block" for row in rows)
+    situations = {situation for row in tried for situation in (*row.cases, *row.extra)}
+    wrong = {f"{row.name}, {name}": said for row in tried for name, said in row.extra.items()}
+    wrong |= {row.name: row.reason for row in rows if row.outcome in ("crashed", "cut short")}
     text = (
-        f"{len(whole)} architectures in {len(situations)} situations, "
-        f"{sum(map(len, whole.values())) - len(wrong):,} times the same bits, {len(wrong)} not "
-        f"({len(refused)} were not built small, {len(results) - len(whole)} have one block)"
+        f"{len(tried)} architectures in {len(situations)} situations, "
+        f"{sum(len(row.cases) for row in tried):,} times the same bits, {len(wrong)} not "
+        f"({len(refused)} were not built small, {whole} have one block)"
     )
     return {"name": package, "text": text, "wrong": wrong, "not_built": refused, "met": not wrong}
 

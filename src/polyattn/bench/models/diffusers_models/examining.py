@@ -10,14 +10,14 @@ import copy
 import importlib
 import warnings
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyattn import record_selections
-from polyattn.bench.models.diffusers_models.model_classes import class_of, recipe_of
+from polyattn.bench.models.diffusers_models.building import built, called
+from polyattn.bench.models.diffusers_models.model_classes import class_of
 from polyattn.bench.models.model_row import Row
 from polyattn.bench.models.nearness import compare, in_float64, tensors_of
 from polyattn.errors import Unsupported
@@ -44,11 +44,7 @@ def examine(name: str) -> Row:
 def _examined(name: str) -> Row:
     kind = class_of(name)
     try:
-        recipe = recipe_of(name)
-        torch.manual_seed(0)
-        model = kind(**recipe["config"]).eval()
-        _spread(model)
-        inputs = {key: _made(told) for key, told in recipe["inputs"].items()}
+        model, inputs = built(name)
         run, stock = _runs(model, inputs)
         exact = _exact(run, model, inputs)
     except Exception as error:  # whatever keeps a model from being built or from running
@@ -90,21 +86,16 @@ def _runs(model: nn.Module, inputs: dict[str, Any]) -> tuple[Run, dict[str, Tens
         return _forward, _forward(model, inputs)
 
 
-def _called(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    plain = {"return_dict": False} if "return_dict" in signature(model.forward).parameters else {}
-    return model(**inputs, **plain)
-
-
 def _forward(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     with torch.no_grad():
-        return tensors_of(_called(model, inputs))
+        return tensors_of(called(model, inputs))
 
 
 def _both_ways(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return what the model gives, and the gradients of a weighted sum of it."""
     model.zero_grad(set_to_none=True)
     given = {name: _with_gradients(one) for name, one in inputs.items()}
-    found = tensors_of(_called(model, given))
+    found = tensors_of(called(model, given))
     outputs = {name: one for name, one in found.items() if one.requires_grad}
     sum((one * _weights(one)).sum() for one in outputs.values()).backward()  # type: ignore[union-attr]
     grads = {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -140,37 +131,6 @@ def _wide(given: Any) -> Any:
     if isinstance(given, (list, tuple)):
         return type(given)(map(_wide, given))
     return given
-
-
-def _made(told: dict[str, Any]) -> Any:
-    """Return what a recipe says of an input: numbers drawn, or those that it names."""
-    if "plain" in told:
-        return told["plain"]
-    if "dict" in told:
-        # JSON knows no keys that are numbers
-        return {
-            int(name) if name.isdigit() else name: _made(one) for name, one in told["dict"].items()
-        }
-    if "list" in told:
-        made = [_made(one) for one in told["list"]]
-        return tuple(made) if told.get("tuple") else made
-    shape, dtype = told["shape"], getattr(torch, told["dtype"])
-    chance = torch.Generator().manual_seed(len(shape) + sum(shape))
-    if "value" in told:
-        value = torch.as_tensor(told["value"]).to(dtype)
-        return value.expand(shape).clone() if value.dim() == 0 else value.reshape(shape)
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=chance).to(dtype)
-    return torch.randint(told.get("below", 2), shape, generator=chance).to(dtype)
-
-
-def _spread(model: nn.Module) -> None:
-    """Give weights that begin as zeros some value, so that everything has a part in the output."""
-    chance = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if not bool(weight.any()):
-                weight.copy_(torch.randn(weight.shape, generator=chance) * 0.1)
 
 
 def _mask_of(selection: Any) -> str:

@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyattn import record_selections
 from polyattn.bench.models.model_row import Row
 from polyattn.bench.models.nearness import compare, in_float64, tensors_of
-from polyattn.bench.models.transformers_models.model_classes import class_of, config_class_of
-from polyattn.bench.models.transformers_models.model_inputs import candidates, padded
-from polyattn.bench.models.transformers_models.recipes import RECIPES
-from polyattn.bench.models.transformers_models.shrinking import WAYS
+from polyattn.bench.models.transformers_models.building import Built, built
+from polyattn.bench.models.transformers_models.model_classes import class_of
 from polyattn.errors import Unsupported
 from polyattn.integrations.transformers import register
 from polyattn.integrations.transformers.library import supports_interface
 
-__all__ = ["Built", "built", "examine", "exact_run", "spread"]
+__all__ = ["examine", "exact_run"]
 
-_MOST_WEIGHTS = 150_000_000
 _REASON = 240
 _DRAWS = 5
 _FAR = 0.01  # of the root mean square: no rounding adds up to that
-
-
-class Built:
-    """A small model on eager attention, and inputs that it takes, by kind."""
-
-    def __init__(self, model: Any, cases: dict[str, tuple[dict[str, Any], Tensor | None]]) -> None:
-        self.model, self.cases = model, cases
-        self._small = {n: p.clone() for n, p in model.named_parameters() if p.dim() < 2}
-
-    def draw(self, seed: int) -> None:
-        """Give the model other weights: for one seed always the same."""
-        with torch.no_grad():
-            for name, weight in self.model.named_parameters():
-                if name in self._small:
-                    weight.copy_(self._small[name])
-        spread(self.model, seed)
 
 
 def examine(name: str) -> Row:
@@ -180,83 +160,6 @@ def exact_run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     }
     with torch.no_grad(), in_float64():
         return tensors_of(twin(**wide))
-
-
-def built(name: str) -> Built:
-    """Build a model small, the first way in which it runs; raises what kept the first from it."""
-    failure: Exception | None = None
-    for way in WAYS:
-        try:
-            config = config_class_of(name)()
-            way(config)
-            recipe = RECIPES.get(name)
-            if recipe is not None and recipe.change is not None:
-                recipe.change(config)
-            return _running(_made(class_of(name), config), recipe)
-        except Exception as error:  # the next way may do
-            failure = failure or error
-    assert failure is not None
-    raise failure
-
-
-_from_config = operator.attrgetter("_from_config")
-
-
-def _made(kind: Any, config: Any) -> Any:
-    with torch.device("meta"):
-        twin = _from_config(kind)(copy.deepcopy(config), attn_implementation="eager")
-    weights = sum(p.numel() for p in twin.parameters())
-    if weights > _MOST_WEIGHTS:
-        raise ValueError(f"{weights:,} weights, though its configuration was made small")
-    torch.manual_seed(0)
-    model = _from_config(kind)(config, attn_implementation="eager").eval().requires_grad_(False)
-    if hasattr(model, "set_experts_implementation"):
-        with contextlib.suppress(Exception):  # grouped products, which have no float64
-            model.set_experts_implementation("eager")
-    return model
-
-
-def _running(model: Any, recipe: Any) -> Built:
-    tried = candidates(model) if recipe is None or recipe.inputs is None else recipe.inputs(model)
-    failure: Exception | None = None
-    for inputs in tried:
-        try:
-            with torch.no_grad():
-                model(**inputs)
-        except Exception as error:  # the next inputs may suit it
-            failure = failure or error
-            continue
-        spread(model)
-        return Built(model, _cases(model, inputs))
-    raise failure or ValueError("nothing is known that it takes")
-
-
-def _cases(model: Any, inputs: dict[str, Any]) -> dict[str, tuple[dict[str, Any], Tensor | None]]:
-    """Return the inputs unpadded and, where the model takes a padding mask, padded on each side."""
-    found: dict[str, tuple[dict[str, Any], Tensor | None]] = {"unpadded": (inputs, None)}
-    for side in ("left", "right"):
-        made = padded(inputs, model, side == "left")
-        if made is None:
-            continue
-        with contextlib.suppress(Exception), torch.no_grad():  # not each takes each side
-            model(**made[0])
-            found[f"padded {side}"] = made
-    return found
-
-
-def spread(model: nn.Module, seed: int = 1) -> None:
-    """Give a model weights with which its scores differ, so that masks and soft caps matter."""
-    chance = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if not weight.is_floating_point():
-                continue
-            noise = torch.randn(weight.shape, generator=chance)
-            if weight.dim() < 2:
-                weight.add_(noise, alpha=0.1)
-                continue
-            terms = 4 if "emb" in name and weight.dim() == 2 else weight[0].numel()
-            weight.copy_(noise * min(1.0, max(terms, 1) ** -0.5))
 
 
 def _short(error: BaseException) -> str:

@@ -8,11 +8,12 @@ soft caps low, so that they matter.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["VOCABULARY", "WAYS", "shrink"]
+__all__ = ["VOCABULARY", "shrink", "ways"]
 
 VOCABULARY = 384
 _WIDTHS_BY, _HEADS_BY = 16, 4
@@ -49,19 +50,19 @@ _OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def shrink(config: Any) -> None:
-    """Make a configuration, and those in it, small in place."""
-    _Shrinking(_by_division).of(config)
+def shrink(config: Any, layers: int = 2) -> None:
+    """Make a configuration, and those in it, small in place, of `layers` layers at least."""
+    _Shrinking(_by_division, layers).of(config)
 
 
-def keep_widths(config: Any) -> None:
+def keep_widths(config: Any, layers: int = 2) -> None:
     """Keep only few layers and words; everything else is as it was."""
-    _Shrinking(lambda name, value: None).of(config)
+    _Shrinking(lambda name, value: None, layers).of(config)
 
 
-def set_sizes(config: Any) -> None:
+def set_sizes(config: Any, layers: int = 2) -> None:
     """Set the sizes that most configurations have to numbers that suit each other."""
-    _Shrinking(lambda name, value: _SIZES.get(name)).of(config)
+    _Shrinking(lambda name, value: _SIZES.get(name), layers).of(config)
 
 
 def shrink_pictures(config: Any) -> None:
@@ -97,11 +98,16 @@ def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable
     return way
 
 
-WAYS: tuple[Callable[[Any], None], ...] = (
-    _both(shrink, shrink_pictures), _both(_both(shrink, share_rotations), shrink_pictures),
-    _both(set_sizes, shrink_pictures), shrink, set_sizes, keep_widths,
-)  # fmt: skip
-"""How a configuration is made small; the first way that gives a model that runs is taken."""
+def ways(layers: int = 2) -> tuple[Callable[[Any], None], ...]:
+    """Return how a configuration is made small; the first that gives a model that runs is taken."""
+    divide, set_all, keep = (
+        functools.partial(how, layers=layers) for how in (shrink, set_sizes, keep_widths)
+    )
+    return (
+        _both(divide, shrink_pictures), _both(_both(divide, share_rotations), shrink_pictures),
+        _both(set_all, shrink_pictures), divide, set_all, keep,
+    )  # fmt: skip
+
 
 _SIZES = {
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "embed_dim": 64,
@@ -127,9 +133,10 @@ def _by_division(name: str, value: int) -> int | None:
 
 class _Shrinking:
     def __init__(
-        self, width: Callable[[str, int], int | None], ids: dict[int, int] | None = None
-    ) -> None:
-        self._width = width
+        self, width: Callable[[str, int], int | None], least: int,
+        ids: dict[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        self._width, self._least = width, least
         self._ids = {} if ids is None else ids  # of special tokens, in the small vocabulary
         self._layers = 0
 
@@ -137,10 +144,10 @@ class _Shrinking:
         apart = _taken_out(config)
         _fill(config)
         self._layers = _layer_count(config)
-        kept = _kept_layers(config, self._layers)
+        kept = _kept_layers(config, self._layers, self._least)
         for name, value in list(vars(config).items()):
             if hasattr(value, "model_type"):
-                _Shrinking(self._width, self._ids).of(value)
+                _Shrinking(self._width, self._least, self._ids).of(value)
             else:
                 found = self._changed(name, value, kept)
                 if found is not None:
@@ -234,8 +241,8 @@ def _layer_count(config: Any) -> int:
     return 0
 
 
-def _kept_layers(config: Any, count: int) -> tuple[int, ...]:
-    """Return which layers are kept: the first of each kind, and two at least."""
+def _kept_layers(config: Any, count: int, least: int) -> tuple[int, ...]:
+    """Return which layers are kept: the first of each kind, and `least` at least."""
     lists = [
         value
         for value in vars(config).values()
@@ -244,4 +251,7 @@ def _kept_layers(config: Any, count: int) -> tuple[int, ...]:
     kinds = [str(kind) for kind in zip(*lists, strict=True)] if lists and count > 2 else []
     first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
     places = sorted(first.values())[:_MOST_LAYERS]
-    return tuple(places) if len(places) > 1 else (0, 1)
+    if len(places) < 2 and least == 2:
+        return (0, 1)
+    others = [place for place in range(max(count, least)) if place not in places]
+    return tuple(sorted(places + others[: max(least - len(places), 0)]))
