@@ -167,6 +167,7 @@ NB_MODULE(_native, m) {
   polyattn::add_door(m);
   polyattn::add_trace_lines(m);
   polyattn::add_trace_record(m);
+  polyattn::add_trace_taps(m);
   m.def("spin", &polyattn::spin, "isa"_a, "bf16"_a, "iterations"_a, "threads"_a,
         "(operations, seconds) of multiply-adds from registers only: the peak of this processor.");
   m.def(

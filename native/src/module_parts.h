@@ -19,6 +19,9 @@ void add_trace_lines(nanobind::module_& m);
 // Adds TraceRecord, which the program's threads use.
 void add_trace_record(nanobind::module_& m);
 
+// Adds TraceTaps, which traces of JAX programs use.
+void add_trace_taps(nanobind::module_& m);
+
 // The instruction set at this place of available(); ValueError where there is none.
 const Kernels& chosen(int isa);
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "polyattn/arguments.h"
+#include "xla_reply.h"
 
 namespace polyattn {
 namespace {
@@ -347,23 +348,6 @@ class Call {
   std::vector<std::vector<int64_t>> copies_;
 };
 
-bool tells_metadata(const Frame& frame) {
-  for (xla::Extension* one = frame.extensions; one != nullptr; one = one->next) {
-    if (one->type != 1) continue;
-    xla::Metadata& metadata = *reinterpret_cast<xla::MetadataExtension*>(one)->metadata;
-    metadata.version.major = frame.api->version.major;
-    metadata.version.minor = frame.api->version.minor;
-    metadata.traits = 0;
-    return true;
-  }
-  return false;
-}
-
-xla::Error* failed(const Frame& frame, const char* message, int code) {
-  xla::ErrorArguments arguments{sizeof arguments, nullptr, message, code};
-  return frame.api->create_error(&arguments);
-}
-
 // Whether there was memory for the scratch; what is no call throws.
 bool ran(const Frame& frame, Pass pass) {
   Call call(frame);
@@ -375,15 +359,15 @@ bool ran(const Frame& frame, Pass pass) {
 }
 
 xla::Error* handle(const Frame& frame, Pass pass) {
-  constexpr int kInvalidArgument = 3, kResourceExhausted = 8;
   const auto no_memory = [&] {
-    return failed(frame, "polyattn: there is no memory for the scratch of a call", kResourceExhausted);
+    return xla::failed(frame, "polyattn: there is no memory for the scratch of a call",
+                       xla::kResourceExhausted);
   };
-  if (tells_metadata(frame)) return nullptr;
+  if (xla::tells_metadata(frame)) return nullptr;
   try {
     return ran(frame, pass) ? nullptr : no_memory();
   } catch (const Refused& refused) {
-    return failed(frame, (std::string("polyattn: ") + refused.what()).c_str(), kInvalidArgument);
+    return xla::failed(frame, (std::string("polyattn: ") + refused.what()).c_str(), xla::kInvalidArgument);
   } catch (const std::bad_alloc&) {
     return no_memory();
   }

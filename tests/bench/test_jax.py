@@ -18,7 +18,7 @@ from polyattn.bench import main, records
 from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import Case, Size
 from polyattn.bench.cpu.truth import Truth
-from polyattn.bench.jax import choosing, footprint, jax_run
+from polyattn.bench.jax import choosing, footprint, jax_run, tapping
 from polyattn.bench.jax.jax_cases import CASES, chosen
 from polyattn.bench.jax.jax_table import print_record
 from polyattn.bench.jax.jax_ways import JaxInputs, ours, stock, to_jax, to_torch, way
@@ -80,6 +80,11 @@ def test_memory_tells_linear_from_quadratic() -> None:
 def test_tracing_is_told() -> None:
     row = choosing.row()
     assert row["new_ms"] > 0 and row["goal_ms"] == choosing.MOST_MS
+
+
+def test_taps_are_told() -> None:
+    row = tapping.row()
+    assert row["large_us"] > 0 and row["goal_us"] == tapping.MOST_US
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

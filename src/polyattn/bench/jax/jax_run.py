@@ -13,7 +13,7 @@ from polyattn.bench.cpu.repeats import load, once, over, time_steps
 from polyattn.bench.cpu.truth import Truth
 from polyattn.bench.cpu.ways import ours as torch_call
 from polyattn.bench.cpu.ways import step as torch_step
-from polyattn.bench.jax import choosing, footprint
+from polyattn.bench.jax import choosing, footprint, tapping
 from polyattn.bench.jax.jax_cases import LEAST, chosen
 from polyattn.bench.jax.jax_ways import AUTOMATIC, JaxInputs, others, ours, step, stock, way
 from polyattn.errors import PolyattnError
@@ -42,10 +42,11 @@ def measure(
     for case in cases:
         say(case.name)
         rows.append(timed(case, repeats, block_s))
-    extra: Row = {"memory": [], "tracing": None}
+    extra: Row = {"memory": [], "tracing": None, "taps": None}
     if not only:
-        say("memory and tracing")
-        extra = {"memory": footprint.rows(512 if quick else 4096), "tracing": choosing.row()}
+        say("memory, tracing and taps")
+        memory = footprint.rows(512 if quick else 4096)
+        extra = {"memory": memory, "tracing": choosing.row(), "taps": tapping.row()}
     record = in_force("jax", Options(repeats=repeats, block_s=block_s, quick=quick))
     return {
         **record, **extra, "backend": AUTOMATIC, "rows": rows,
@@ -54,8 +55,8 @@ def measure(
 
 
 def _met(rows: list[Row], extra: Row) -> bool:
-    told = extra["tracing"]
-    return all(row["met"] and not row["wrong"] for row in rows) and (told is None or told["met"])
+    told = [extra[name] for name in ("tracing", "taps") if extra[name] is not None]
+    return all(row["met"] and not row["wrong"] for row in rows) and all(row["met"] for row in told)
 
 
 def timed(case: Case, repeats: int, block_s: float) -> Row:

@@ -28,7 +28,7 @@ def print_record(record: Mapping[str, Any]) -> None:
     for row in record["rows"]:
         table.add_row(*_cells(row), *(_other(row, name) for name in others), row["chosen"])
     console(width=150).print(table)
-    for line in (_LEGEND, *_memory(record), *_tracing(record), *_verdict(record)):
+    for line in (_LEGEND, *_memory(record), *_tracing(record), *_taps(record), *_verdict(record)):
         say(line)
 
 
@@ -72,6 +72,17 @@ def _tracing(record: Mapping[str, Any]) -> list[str]:
     line = (
         f"choosing while tracing: {told['choice_ms']:g} ms for a problem that is new (goal "
         f"{told['goal_ms']:g}); tracing a known one takes {told['known_ms']:g} ms"
+    )
+    return [line]
+
+
+def _taps(record: Mapping[str, Any]) -> list[str]:
+    told = record.get("taps")
+    if told is None:
+        return []
+    line = (
+        f"a tap of a trace: {told['small_us']:g} us for 256 numbers until its record is written "
+        f"(goal {told['goal_us']:g}), {told['large_us']:g} us for a million"
     )
     return [line]
 

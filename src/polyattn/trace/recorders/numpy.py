@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -144,6 +144,25 @@ class TraceWriter:
             self._next += 1
             self.sink.write(record)
         return seq
+
+    def add_lines(
+        self, tensors: Sequence[tuple[str, str, str]], made: Callable[[int, list[int], Any], bytes]
+    ) -> None:
+        """Record (module, phase, tensor) each, whose lines another makes.
+
+        `made` gets the first `seq`, the call that each is of, and the step; it returns whole lines.
+        """
+        if self.sink.closed or self.sink.error is not None:
+            return
+        with self._lock:
+            calls = [
+                self._calls.setdefault((module, phase.startswith("grad")), _Calls()).number(
+                    phase, tensor
+                )
+                for module, phase, tensor in tensors
+            ]
+            first, self._next = self._next, self._next + len(tensors)
+            self.sink.extend((made(first, calls, self._step),), len(tensors))
 
     def _same(self, found: dict[str, Any]) -> dict[str, Any]:
         """`found`, or the seq of the latest record that has the very same of everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,9 @@ from jax import lax
 
 from polyattn.errors import TraceError
 from polyattn.trace import read
-from polyattn.trace.recorders.jax import tap, trace
-from polyattn.trace.recorders.jax.host_statistics import ready
+from polyattn.trace.recorders.jax import JaxTrace, native_taps, tap, trace
+from polyattn.trace.recorders.jax.active_trace import Tapped
+from polyattn.trace.recorders.jax.host_statistics import WORDS, ready
 from polyattn.trace.recorders.jax.sign_words import sign_words
 from polyattn.trace.statistics import statistics
 from polyattn.trace.statistics.schema import COUNTS, DEFAULT_STATISTICS, MOMENTS
@@ -50,10 +52,11 @@ def records(path: Path, run: Callable[[], Any], **options: Any) -> Any:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """By the native kernel, as on CPUs, and by XLA, as on other devices."""
     if request.param == "xla":
-        monkeypatch.setattr(sys.modules[tap.__module__], "ready", lambda dtype: False)
+        for module in (sys.modules[tap.__module__], native_taps):
+            monkeypatch.setattr(module, "ready", lambda dtype: False)
     else:
         pytest.importorskip("polyattn._native")
-        assert ready(np.float32) and ready(ml_dtypes.bfloat16)
+        assert ready(np.float32) and ready(ml_dtypes.bfloat16) and native_taps.works()
         assert not ready(np.uint32) and not ready(np.complex64)
     return str(request.param)
 
@@ -264,6 +267,7 @@ def test_what_the_kernel_cannot_read_ends_no_program(
     def fails(*_: Any) -> None:
         raise MemoryError("none left")
 
+    monkeypatch.setattr(sys.modules[tap.__module__], "told_by_native_code", lambda *_: False)
     run = jax.jit(lambda x: tap(x, "m") + 1)
     with pytest.raises(TraceError, match=r"a record .* was lost"), trace(tmp_path / "a"):
         monkeypatch.setattr(host_statistics, "_measure", fails)
@@ -277,6 +281,83 @@ def test_a_trace_from_many_threads_callbacks_loses_nothing(tmp_path: Path) -> No
     def run(x: Any) -> Any:
         return lax.scan(lambda c, _: (tap(c + 1, "s"), None), x, None, length=500)[0]
 
+    with trace(tmp_path / "a"):
+        run(jnp.zeros(2))
+    assert [r.max for r in read(tmp_path / "a").records] == [float(n) for n in range(1, 501)]
+
+
+def by_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[tap.__module__], "told_by_native_code", lambda *_: False)
+
+
+def everything(x: Any) -> Any:
+    """Taps of many dtypes, in a loop, a branch and a call that is computed again."""
+    x = lax.fori_loop(0, 5, lambda i, c: tap(c * 1.5 + i, "loop", "in"), x)
+    x = lax.cond(x.sum() > 0, lambda c: tap(-c, "yes"), lambda c: tap(c, "no"), x)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_, jnp.uint32):
+        tap((x.astype(dtype), x[:0].astype(dtype)), f"of {jnp.dtype(dtype).name}", cls="\u00e9")
+    tap(jnp.asarray([jnp.nan, jnp.inf, 0.0, 1e-30]), "bad")
+    tap(jnp.full((3, 4), 1e38), "large")
+    return jax.checkpoint(lambda c: tap(jnp.sin(c), "sin", tensor="out[0]"))(x)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_native_taps_record_what_callbacks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    if not native_taps.works():
+        pytest.skip("taps are callbacks here")
+    x = jnp.linspace(-1, 2, 35).reshape(5, 7)
+    found = []
+    for number in range(3):  # native taps, callbacks, and records made by Python
+        with trace(tmp_path / str(number), seed=0, ordered=ordered) as run:
+            for step in range(2):
+                with run.step(step):
+                    jax.jit(everything)(x)
+        found.append((tmp_path / str(number)).read_text().splitlines()[1:])
+        by_callbacks(monkeypatch)
+        if number == 1:
+            monkeypatch.setattr(sys.modules[JaxTrace.__module__], "is_row", lambda numbers: False)
+        jax.clear_caches()
+    assert len(found[0]) == 2 * (5 + 1 + 12 + 2 + 1) + 1
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_compiled_program_from_the_cache_of_another_process_tells_the_right_places(
+    tmp_path: Path,
+) -> None:
+    """The second process taps other modules first, so its places have other numbers."""
+    program = """
+import sys
+import jax, jax.numpy as jnp
+from polyattn.jax.trace import tap, trace
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+with trace(sys.argv[2]):
+    for name in sys.argv[3:]:
+        jax.jit(lambda x: tap(x * 2, name))(jnp.ones(3))
+"""
+    for number, names in enumerate((["a", "b"], ["b", "c", "a"])):
+        path = tmp_path / f"{number}.jsonl"
+        command = [sys.executable, "-c", program, str(tmp_path / "cache"), str(path), *names]
+        subprocess.run(command, check=True)
+        assert [r.module for r in read(path).records] == names
+
+
+def test_a_tensor_that_native_code_could_not_read_is_a_lost_record(tmp_path: Path) -> None:
+    if not native_taps.works():
+        pytest.skip("taps are callbacks here")
+    tapped = Tapped("m", "out", "out", "", (3,), jnp.dtype(jnp.float32), 0)
+    with pytest.raises(TraceError, match=r"a record .* was lost"), trace(tmp_path / "a") as run:
+        run._taps.tell(native_taps.place_of(tapped), -1, np.full(WORDS // 2, np.nan).tobytes())
+
+
+def test_more_taps_than_may_wait_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[JaxTrace.__module__], "_MOST", 3)
+    run = jax.jit(lambda x: lax.fori_loop(0, 500, lambda _, c: tap(c + 1, "s"), x))
     with trace(tmp_path / "a"):
         run(jnp.zeros(2))
     assert [r.max for r in read(tmp_path / "a").records] == [float(n) for n in range(1, 501)]

@@ -22,7 +22,7 @@ from jax.extend.backend import backends
 
 from polyattn.trace.statistics.schema import ELEMENTS, PLACES, WIDTH
 
-__all__ = ["WORDS", "host_vector", "ready"]
+__all__ = ["ELEMENT_CODES", "WORDS", "host_vector", "ready", "threads_for"]
 
 logger = logging.getLogger("polyattn.trace")
 
@@ -33,8 +33,9 @@ _TARGET = "polyattn_trace_statistics"
 _VERSION = 0, 3
 _EXECUTE, _METADATA = 3, 1
 _MANY = 1 << 20
-_ELEMENTS = {name: code for code, name in enumerate(ELEMENTS)}
-_ELEMENTS["bool"] = _ELEMENTS["uint8"]
+ELEMENT_CODES = {name: code for code, name in enumerate(ELEMENTS)}
+ELEMENT_CODES["bool"] = ELEMENT_CODES["uint8"]
+"""The native kernel's codes of the dtypes that it reads."""
 _OF_XLA = {
     11: "float32", 16: "bfloat16", 10: "float16", 12: "float64", 2: "int8", 6: "uint8", 1: "bool",
     3: "int16", 4: "int32", 5: "int64",
@@ -103,9 +104,9 @@ def _measure(argument: Any, out: int) -> None:
     strides, step = [0] * len(sizes), 1
     for dim in reversed(range(len(sizes))):
         strides[dim], step = step, step * sizes[dim]
-    threads = _threads() if step >= _MANY else 1
+    threads = threads_for(step)
     kernel, isa = _kernel()
-    element = _ELEMENTS[_OF_XLA[argument.dtype]]
+    element = ELEMENT_CODES[_OF_XLA[argument.dtype]]
     kernel(isa, threads, element, argument.data, sizes, tuple(strides), out)
 
 
@@ -115,6 +116,11 @@ def _kernel() -> tuple[Any, int]:
     from polyattn.trace.statistics import extension
 
     return extension.load().statistics, module.isa_index()
+
+
+def threads_for(elements: int) -> int:
+    """Return how many threads are to read so many elements."""
+    return _threads() if elements >= _MANY else 1
 
 
 @functools.cache
@@ -129,7 +135,7 @@ _handler = c.CFUNCTYPE(_Pointer, c.POINTER(_Frame))(_handle)
 
 def ready(dtype: Any) -> bool:
     """Whether :func:`host_vector` takes arrays of this dtype here: every device is a CPU."""
-    return np.dtype(dtype).name in _ELEMENTS and _works()
+    return np.dtype(dtype).name in ELEMENT_CODES and _works()
 
 
 @functools.cache

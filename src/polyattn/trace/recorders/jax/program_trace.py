@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +17,19 @@ import numpy as np
 from polyattn.errors import TraceError
 from polyattn.trace.format.header import Header
 from polyattn.trace.recorders.jax.active_trace import Active, Rank, Tapped, as_active, free, occupy
+from polyattn.trace.recorders.jax.native_lines import NativeLines, is_row
+from polyattn.trace.recorders.jax.native_taps import place_of, tapped_at, works
+from polyattn.trace.recorders.jax.python_taps import PythonTaps
 from polyattn.trace.recorders.jax.rank_files import RankFiles
 from polyattn.trace.recorders.jax.received import fields_of
 from polyattn.trace.recorders.jax.receiver_thread import Desk
 from polyattn.trace.recorders.numpy import TraceWriter
+from polyattn.trace.statistics import extension
 
 __all__ = ["JaxTrace", "trace"]
 
+_MOST = 20_000
+"""Tensors that may wait for the thread that makes records; then the program waits."""
 _NO_ORDER = "ordered effects are not supported for more than 1 device"
 """What JAX says of a program on several devices."""
 
@@ -76,6 +82,8 @@ class JaxTrace:
         self._seen: Counter[tuple[int, tuple[str, str, str], Rank | None]] = Counter()
         self._records = 0
         self._ranks = RankFiles(path, header, overwrite=overwrite)
+        self._taps: Any = None
+        self._lines: NativeLines | None = None
         self._desk: Desk | None = None
         self._stack: ExitStack | None = None
         self._active: Active | None = None
@@ -83,8 +91,12 @@ class JaxTrace:
     def __enter__(self) -> Self:
         if self._stack is not None or self.writer.sink.closed:
             raise TraceError(f"got the trace {self.path} a second time, expected a new one.")
-        self._desk = Desk(self._record)
         slot = occupy(self._receive)
+        native = works()
+        self._taps = extension.load().TraceTaps(slot, _MOST) if native else PythonTaps(_MOST)
+        ordered = self._options[2]
+        self._lines = NativeLines(self.writer) if native and ordered else None
+        self._desk = Desk(self._taps, self._told)
         self._active = Active(slot, *self._options)
         self._stack = ExitStack()
         self._stack.callback(free, slot)
@@ -119,11 +131,28 @@ class JaxTrace:
 
     def _receive(self, tapped: Tapped, vector: Any, rank: Rank | None) -> None:
         """Called by JAX while the program runs, from whichever thread; it must not fail there."""
-        if self._desk is not None:
-            self._desk.give(tapped, np.array(vector), rank)
+        place = place_of(tapped, 0 if rank is None else rank.world)
+        self._taps.tell(place, -1 if rank is None else rank.number, np.array(vector).tobytes())
+
+    def _told(self, found: Sequence[tuple[int, int, bytes]]) -> None:
+        """Called for what was received, in order."""
+        rows: list[tuple[Tapped, bytes]] = []
+        for place, number, numbers in found:
+            tapped, rank = tapped_at(place, number)
+            if self._lines is not None and rank is None and is_row(numbers):
+                rows.append((tapped, numbers))
+                continue
+            self._add_rows(rows)
+            rows = []
+            self._record(tapped, np.frombuffer(numbers, np.int32), rank)
+        self._add_rows(rows)
+
+    def _add_rows(self, rows: Sequence[tuple[Tapped, bytes]]) -> None:
+        if rows and self._lines is not None:
+            self._records += len(rows)
+            self._lines.add(rows)
 
     def _record(self, tapped: Tapped, vector: np.ndarray, rank: Rank | None) -> None:
-        """Called for what was received, one after the other."""
         found = fields_of(tapped.shape, tapped.dtype, vector)
         if self._options[2] and rank is None:
             self._add(tapped, found, None)

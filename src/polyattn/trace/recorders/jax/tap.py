@@ -17,6 +17,7 @@ from polyattn.errors import TraceError
 from polyattn.trace.recorders.jax.active_trace import Active, Tapped, active, deliver, deliver_part
 from polyattn.trace.recorders.jax.device_statistics import supported, vector
 from polyattn.trace.recorders.jax.host_statistics import host_vector, ready
+from polyattn.trace.recorders.jax.native_taps import told_by_native_code
 
 __all__ = ["path_text", "tap"]
 
@@ -127,17 +128,25 @@ def _send(run: Active, value: jax.Array, tapped: Tapped) -> None:
     if mesh.are_all_axes_explicit:  # where every reshape would have to say how it is sharded
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         value = jax.sharding.reshard(value, whole)
-    if not size:
-        found = jnp.zeros(0, jnp.int32)
-    else:
-        found = host_vector(value) if ready(value.dtype) else vector(value)
     parts = jax.sharding.get_abstract_mesh().manual_axes
     if not parts:
-        jax.debug.callback(partial(deliver, run.slot, tapped), found, ordered=run.ordered)
+        send = partial(_send_by_callback, run.slot, tapped, run.ordered)
+        if not size or not told_by_native_code(value, run.slot, tapped, run.ordered, send):
+            send(value)
         return
     rank, world = lax.axis_index(tuple(parts)), math.prod(map(lax.axis_size, parts))
-    send = partial(deliver_part, run.slot, tapped, world)
-    jax.debug.callback(send, rank, found, ordered=False)  # JAX has no order over devices
+    send_part = partial(deliver_part, run.slot, tapped, world)
+    jax.debug.callback(send_part, rank, _vector(value), ordered=False)  # no order over devices
+
+
+def _send_by_callback(slot: int, tapped: Tapped, ordered: bool, value: jax.Array) -> None:
+    jax.debug.callback(partial(deliver, slot, tapped), _vector(value), ordered=ordered)
+
+
+def _vector(value: jax.Array) -> jax.Array:
+    if not value.size:
+        return jnp.zeros(0, jnp.int32)
+    return host_vector(value) if ready(value.dtype) else vector(value)
 
 
 def _with_gradient(run: Active, place: tuple[str, str, str, str]) -> Callable[[Any], Any]:
