@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch_suite import Recorder, differences, read_log  # type: ignore[import-not-found]
+from torch_suite import Recorder, differences, read_log
 
 WAYS = ("stock", "active", "routed")
 MATCH = "not compile and not quant"

@@ -1,5 +1,4 @@
-"""The tables in README.md, docs/cpu.md, docs/command-line.md and docs/offload.md: from what the
-code declares and from the records.
+"""The tables in README.md and in docs/: from what the code declares and from the records.
 
 ``python scripts/readme_tables.py`` says whether they are up to date, ``--write`` makes them so.
 """
@@ -9,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from models_tables import models_of
 
 from polyattn import settings
 from polyattn.bench.cpu.goals import OWN, Processors, processors_like, verdicts
@@ -295,6 +296,8 @@ PAGES = {
     "docs/cpu.md": {"cpu": cpu},
     "docs/command-line.md": {"settings": variables},
     "docs/offload.md": {"offload": offload},
+    "docs/transformers.md": {"models": models_of("transformers")},
+    "docs/diffusers.md": {"models": models_of("diffusers")},
 }
 
 

@@ -33,8 +33,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from diffusers_suite import compare  # type: ignore[import-not-found]
-from torch_suite import Recorder  # type: ignore[import-not-found]
+from diffusers_suite import compare
+from torch_suite import Recorder
 
 WAYS = ("stock", "interface", "routed")
 MATCH = (

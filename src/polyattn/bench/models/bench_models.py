@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import importlib.metadata
 import importlib.util
@@ -51,7 +52,13 @@ def add(kinds: Any) -> None:
     )
     models.add_argument("--all", action="store_true", help="list the equal ones, too")
     models.add_argument("--json", action="store_true", help="print the record, not the table")
-    models.add_argument("--record", metavar="FILE", help="write the record")
+    models.add_argument(
+        "--record",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="write the record; without FILE to benchmarks/results/<machine>/models-<library>.json",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,6 +67,11 @@ def run(options: argparse.Namespace) -> int:
         raise PolyattnError(
             f"got --jobs {options.jobs} --limit {options.limit} --memory {options.memory}, "
             "expected a job or more, some seconds, and no negative memory."
+        )
+    if options.record == "" and options.only:
+        raise PolyattnError(
+            "got --record without FILE beside --only, expected a whole run for the record of the "
+            "machine; name a FILE."
         )
     library = options.library
     if importlib.util.find_spec(library) is None or importlib.util.find_spec("torch") is None:
@@ -78,9 +90,10 @@ def run(options: argparse.Namespace) -> int:
         say(records.dump(record), plain=True)
     else:
         print_record(record, options.all)
-    if options.record:
-        records.write(record, Path(options.record))
-        say(f"record: {options.record}", error=options.json)
+    if options.record is not None:
+        path = Path(options.record or records.default_path(record, f"models-{library}"))
+        records.write(record, path)
+        say(f"record: {path}", error=options.json)
     counts = record["counts"]
     if counts.get("different") or counts.get("crashed"):
         return NO
@@ -124,6 +137,7 @@ def measure(
     return {
         "schema": records.SCHEMA,
         "kind": "models",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": machine.command_line("polyattn bench models"),
         "machine": machine.describe(),
         "versions": machine.versions(),

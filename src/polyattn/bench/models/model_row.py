@@ -44,8 +44,8 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON has it."""
-        return asdict(self)
+        """Return the row as JSON has it: what is empty is left out."""
+        return {name: value for name, value in asdict(self).items() if value or name == "outcome"}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Row:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
-from polyattn.bench.models.model_row import OUTCOMES
+from polyattn.bench.models.model_row import OUTCOMES, Row
 from polyattn.bench.report import console, say
 
 __all__ = ["print_record"]
@@ -18,7 +19,8 @@ _GROUPED = ("not built", "not of the interface", "no attention")
 
 def print_record(record: Mapping[str, Any], every: bool = False) -> None:
     """Print the counts, the models that are not equal with their reasons, and the verdict."""
-    rows, counts = record["rows"], record["counts"]
+    counts = record["counts"]
+    rows = [asdict(Row.from_json(row)) for row in record["rows"]]
     table = Table(title=f"{len(rows)} configurations of {record['library']} {record['version']}")
     for name in ("models", "outcome", "which means"):
         table.add_column(name, justify="right" if name == "models" else "left", overflow="fold")
