@@ -95,6 +95,8 @@ def run_case(
     framework: str = "torch",
 ) -> dict[str, Verdict]:
     """Examine one case; the verdicts by backend."""
+    if framework == "jax":
+        several_devices()
     report = Report(0, 1, framework=framework)
     built, every = subject(case, device), _backends(report, backend, device)
     return {one.name: examine(built, one, compiled) for one in every}

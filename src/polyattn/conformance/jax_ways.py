@@ -42,7 +42,7 @@ def attending(case: Case, backend: Backend) -> Call:
     way = case.seed % _WAYS
     if way == 1 and (names := _SIZED.get(backend.name)):
         return _by_blocks(case, backend.name, names)
-    if way == 2 and (axes := _axes(case)):
+    if way == 2 and (axes := _axes(case, backend)):
         return _by_shares(case, backend.name, axes)
 
     def call(options: dict[str, Any], q: Any, k: Any, v: Any, *more: Any) -> Any:
@@ -67,13 +67,17 @@ def _by_blocks(case: Case, name: str, sizes: tuple[str, ...]) -> Call:
     return call
 
 
-def _axes(case: Case) -> dict[str, str]:
-    """Return by which dims a case is cut in two: batch, heads, and keys every other time."""
+def _axes(case: Case, backend: Backend) -> dict[str, str]:
+    """Return by which dims a case is cut in two: batch, heads, and keys every other time.
+
+    Keys are cut where the backend gives the log-sum-exp that joins their parts.
+    """
     if importlib.import_module("jax").device_count() < _DEVICES:
         return {}
     packed = case.layout == "packed"
     able = {"batch": case.b % 2 == 0 and not packed, "head": case.n % 2 == 0}
-    able["key_sequence"] = case.s % 2 == 0 and not packed and case.seed % 2 == 0
+    joins = backend.capabilities_for("cpu").lse
+    able["key_sequence"] = joins and case.s % 2 == 0 and not packed and case.seed % 2 == 0
     whole = [name for name, is_able in able.items() if is_able and 0 not in (case.b, case.n)]
     return dict(zip(whole[-2:], ("x", "y"), strict=False))
 

@@ -362,3 +362,40 @@ def test_pages_lie_with_the_heads_that_read_them() -> None:
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
+
+
+LISTS = """
+import jax, jax.numpy as jnp, numpy as np
+from polyattn import Causal, LeftPadding, Padding, Segments
+from polyattn.jax import AttentionMetadata, AttentionRegistry, attention
+
+draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+q, k, v = draw(0, 2, 8, 4, 8), draw(1, 2, 8, 2, 8), draw(2, 2, 8, 2, 8)
+ids = [[0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 3]]
+implicit = (jax.sharding.AxisType.Auto,) * 2
+mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=implicit)
+explicit = jax.make_mesh((2, 2), ("dp", "sp"))
+rows = jax.sharding.NamedSharding(explicit, jax.sharding.PartitionSpec("dp"))
+lying = [jax.device_put(x, rows) for x in (q, k, v)]
+for mask in (Padding([3, 8]), LeftPadding([0, 2], [1, 3]), Segments(ids) & Causal(), ~Padding([3, 8])):
+    want = attention(q, k, v, mask=mask, backend="jax_reference")
+    names = ["vanilla", "flash_attn2"]
+    if not isinstance(mask, (type(~Causal()), LeftPadding)):
+        names.append("ring")
+    for name in names:
+        found = AttentionRegistry.create(name, AttentionMetadata(mesh=mesh))(q, k, v, mask=mask)
+        np.testing.assert_allclose(found.attention_outputs, want, atol=3e-6)
+    np.testing.assert_allclose(jax.jit(lambda *x: attention(*x, mask=mask))(*lying), want, atol=3e-6)
+print("right")
+"""
+
+
+def test_lists_of_a_mask_are_spread_with_the_batch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LISTS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    )
+    assert done.stdout.strip() == "right", done.stderr[-3000:]

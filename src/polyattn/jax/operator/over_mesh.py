@@ -15,7 +15,7 @@ from polyattn.jax.operator.split_keys import over_split_keys
 from polyattn.jax.sharding.axes import Axis
 from polyattn.jax.sharding.key_heads import KeyHeads
 from polyattn.jax.sharding.modes import GENERATION_MODES, TRAIN
-from polyattn.jax.sharding.placing import placed, spec_of
+from polyattn.jax.sharding.placing import in_arrays, placed, spec_of
 from polyattn.jax.sharding.specs import check_divides, flat, legal, ordered
 
 __all__ = ["devices_along", "devices_of", "over_mesh", "spread_over"]
@@ -41,7 +41,8 @@ def over_mesh(
         found = attend(call.query, call.key, call.value, **call.options, return_lse=with_lse)
         return found if with_lse else (found, None)
     options = dict(call.options)
-    arrays = {name: options.pop(name) for name in ("mask", "bias", "sinks", "dropout_key")}
+    names = ("mask", "bias", "sinks", "dropout_key")
+    arrays = in_arrays({name: options.pop(name) for name in names})
     if arrays["dropout_key"] is not None:
         raise InvalidProblem(
             "got dropout on a mesh, expected none: each device would drop the same entries; fold "
@@ -155,7 +156,7 @@ def spread_over(
     devices_of(metadata)
     heads_second = given["layout"] == "BNTH"
     _check_spreadable(given)
-    arrays = {name: given.pop(name) for name in ("mask", "sinks")}
+    arrays = in_arrays({name: given.pop(name) for name in ("mask", "sinks")})
     q, k, v = (x.swapaxes(1, 2) if heads_second else x for x in (call.query, call.key, call.value))
     generation = mode in GENERATION_MODES
     batch, head = (metadata.axes.of(name, generation) for name in ("batch", "head"))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from polyattn.errors import InvalidProblem
 from polyattn.jax.sharding.axes import Axis
 from polyattn.jax.sharding.key_heads import KeyHeads
-from polyattn.jax.sharding.placing import placed, spec_of
+from polyattn.jax.sharding.placing import in_arrays, placed, spec_of
 from polyattn.jax.sharding.specs import check_divides, legal, ordered
 
 __all__ = ["ExplicitPlace"]
@@ -65,7 +65,8 @@ class ExplicitPlace(NamedTuple):
         check_divides("query", tuple(query.shape), rows, self.mesh)
         keys = KeyHeads.of(self.mesh, self.head, query.shape[head_dim], key.shape[head_dim])
         columns = legal("key", ordered((self.batch, None, keys.axis, None), name))
-        given = {n: options[n] for n in ("mask", "bias", "sinks") if options.get(n) is not None}
+        names = ("mask", "bias", "sinks")
+        given = in_arrays({n: options[n] for n in names if options.get(n) is not None})
         rest = {n: x for n, x in options.items() if n not in given}
         specs = jax.tree_util.tree_map_with_path(
             lambda path, x: spec_of(path, x, self.batch, self.head), given

@@ -7,9 +7,20 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from polyattn.jax.kit.masking import bind_mask
 from polyattn.jax.sharding.axes import Axis
+from polyattn.masks import Mask
 
-__all__ = ["placed", "spec_of"]
+__all__ = ["in_arrays", "placed", "spec_of"]
+
+
+def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what a call is given beside q, k and v, with lists of its mask as arrays.
+
+    For a list is no leaf, and would be the whole batch's on each device.
+    """
+    mask = given.get("mask")
+    return given | {"mask": bind_mask(mask)} if isinstance(mask, Mask) else given
 
 
 def placed(mesh: Any, arrays: Any, specs: Any) -> Any:
