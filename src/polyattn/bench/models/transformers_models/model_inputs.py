@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyattn.bench.models.transformers_models.shrinking import VOCABULARY
 
-__all__ = ["BATCH", "PADDED", "TOKENS", "candidates", "padded"]
+__all__ = ["BATCH", "PADDED", "TOKENS", "candidates", "noise", "padded", "words"]
 
 BATCH, TOKENS, DECODED, PADDED = 2, 14, 9, 4
 _SOUND = 16000
@@ -55,6 +55,12 @@ def _words(count: int) -> Any:
     return make
 
 
+def words(config: Any) -> Tensor:
+    """Return ids (B, T) that the vocabulary has."""
+    made: Tensor = _words(TOKENS)(config, 0)
+    return made
+
+
 def _part(config: Any, *names: str) -> Any:
     for name in names:
         part = getattr(config, name, None)
@@ -78,14 +84,14 @@ def _channels(config: Any) -> int:
 
 def _picture(config: Any, size: int) -> Tensor:
     height, width = _side(config, size)
-    return _noise(BATCH, _channels(config), height, width)
+    return noise(BATCH, _channels(config), height, width)
 
 
 def _film(config: Any, size: int) -> Tensor:
     height, width = _side(config, size)
     part = _part(config, "vision_config")
     frames = getattr(part, "num_frames", None) or getattr(part, "frames_per_clip", None) or 8
-    return _noise(BATCH, min(frames, 16), _channels(config), height, width)
+    return noise(BATCH, min(frames, 16), _channels(config), height, width)
 
 
 def _features(config: Any, size: int) -> Tensor:
@@ -93,23 +99,24 @@ def _features(config: Any, size: int) -> Tensor:
     mels = getattr(part, "num_mel_bins", None) or getattr(part, "input_dim", None)
     mels = mels or getattr(part, "feature_size", None) or 80
     frames = 2 * (getattr(part, "max_source_positions", None) or 750)
-    return _noise(BATCH, mels, frames) if size == 0 else _noise(BATCH, (120, 3000)[size - 1], mels)
+    return noise(BATCH, mels, frames) if size == 0 else noise(BATCH, (120, 3000)[size - 1], mels)
 
 
-def _noise(*shape: int) -> Tensor:
+def noise(*shape: int) -> Tensor:
+    """Return normal numbers, for a shape always the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
 def _embeds(config: Any, size: int) -> Tensor:
     width = getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 64
-    return _noise(BATCH, TOKENS, width)
+    return noise(BATCH, TOKENS, width)
 
 
 def _patches(config: Any, size: int) -> Tensor:
     part = _part(config, "vision_config")
     patch = getattr(part, "patch_size", None) or 14
     depth = getattr(part, "temporal_patch_size", None) or 1
-    return _noise(BATCH * _GRID[1] * _GRID[2], _channels(config) * depth * patch * patch)
+    return noise(BATCH * _GRID[1] * _GRID[2], _channels(config) * depth * patch * patch)
 
 
 def _grid(config: Any, size: int) -> Tensor:
@@ -124,7 +131,7 @@ _MAKERS: dict[str, Any] = {
     "decoder_input_ids": _words(DECODED),
     "pixel_values": _picture,
     "pixel_values_videos": _film,
-    "input_values": lambda config, size: _noise(BATCH, (_SOUND, 1600, 48000)[size]),
+    "input_values": lambda config, size: noise(BATCH, (_SOUND, 1600, 48000)[size]),
     "input_features": _features,
     "inputs_embeds": _embeds,
     "hidden_states": _embeds,

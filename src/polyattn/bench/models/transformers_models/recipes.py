@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
+
+from polyattn.bench.models.transformers_models.own_inputs import OWN_INPUTS
+from polyattn.bench.models.transformers_models.recipe import Recipe, sets
 
 __all__ = ["RECIPES", "Recipe"]
 
-
-class Recipe(NamedTuple):
-    """A change of the small configuration, and inputs that the model takes."""
-
-    change: Callable[[Any], None] | None = None
-    inputs: Callable[[Any], Iterator[dict[str, Any]]] | None = None
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _sets(**values: Any) -> Recipe:
-    """Return a change that sets these fields."""
+def _of_text(config: Any) -> Any:
+    return getattr(config, "text_config", config)
+
+
+def _rotations(*section: int, **sizes: int) -> Recipe:
+    """Set how rotary pairs are shared out among time, height and width, which no default says."""
 
     def change(config: Any) -> None:
-        for name, value in values.items():
-            setattr(config, name, value)
+        text = _of_text(config)
+        for name, size in sizes.items():
+            setattr(text, name, size)
+        text.rope_parameters = text.rope_parameters | {"mrope_section": list(section)}
 
     return Recipe(change)
 
 
+_GLM4V = _rotations(1, 1, 2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+_ERNIE = _rotations(2, 2, 4)
+
 RECIPES: dict[str, Recipe] = {
-    "bamba": _sets(attn_layer_indices=[1]),
-    "granitemoehybrid": _sets(layer_types=["linear_attention", "full_attention"]),
-    "dots1": _sets(n_shared_experts=1),
-    "diffusion_gemma_text": _sets(top_k_experts=2),
+    "bamba": sets(attn_layer_indices=[1]),
+    "granitemoehybrid": sets(layer_types=["linear_attention", "full_attention"]),
+    "dots1": sets(n_shared_experts=1),
+    "diffusion_gemma_text": sets(top_k_experts=2),
+    "glm4v_moe": _GLM4V,
+    "glm4v_moe_text": _GLM4V,
+    "ernie4_5_vl_moe": _ERNIE,
+    "ernie4_5_vl_moe_text": _ERNIE,
+    "lfm2_moe": sets(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "cohere_compass_text": sets(
+        rope_parameters={"full_attention": _ROPE}, layer_types=["full_attention"] * 2
+    ),
+    "bailing_hybrid": sets(num_expert_group=2, topk_group=1, num_experts=8),
+    "qwen3_omni_moe_talker_text": sets(shared_expert_intermediate_size=32),
+    "recurrent_gemma": sets(num_hidden_layers=3),
+    "step3p5": sets(sliding_window=5),
+    "t5gemma2_text": sets(dropout_rate=0.0),
+    "t5gemma2_encoder": sets(text_config__dropout_rate=0.0),
+    "hrm_text": sets(num_layers_per_stack=2, num_hidden_layers=16),
+    "xmod": sets(default_language="en_XX"),
+    "dbrx": sets(attn_config__rope_theta=10000.0, attn_config__clip_qkv=8.0),
+    "zamba": sets(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2),
+    **OWN_INPUTS,
 }

@@ -1,0 +1,29 @@
+"""What a recipe is: what one model needs beside what all of them get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+__all__ = ["Recipe", "sets"]
+
+
+class Recipe(NamedTuple):
+    """A change of the small configuration, and inputs that the model takes."""
+
+    change: Callable[[Any], None] | None = None
+    inputs: Callable[[Any], Iterator[dict[str, Any]]] | None = None
+
+
+def sets(**values: Any) -> Recipe:
+    """Return a change that sets these fields; ``part__field`` is one of a part."""
+
+    def change(config: Any) -> None:
+        for name, value in values.items():
+            *parts, field = name.split("__")
+            of = config
+            for part in parts:
+                of = getattr(of, part)
+            setattr(of, field, value)
+
+    return Recipe(change)
