@@ -42,7 +42,8 @@ def _lines(record: Mapping[str, Any], path: Path) -> Iterator[str]:
         f"{len(rows)} of {record['library']} {record['version']}, torch "
         f"{record['versions']['torch']} on {machine['cpu']}, {machine['cores']} cores, "
         f"{record.get('date', 'no date')[:10]}: {record['calls']:,} calls on polyattn, {runs:,} "
-        f"runs of models that are equal. The record: `{path.relative_to(_RESULTS.parent.parent).as_posix()}`."
+        "runs of models that are equal. The record: "
+        f"`{path.relative_to(_RESULTS.parent.parent).as_posix()}`."
     )
     yield from ("", "| outcome | models |", "|---|---:|")
     for outcome, meaning in OUTCOMES.items():

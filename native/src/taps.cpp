@@ -91,8 +91,7 @@ void Taps::tell(Told told) {
 
 bool Taps::take(double seconds, std::deque<Told>& to) {
   std::unique_lock<std::mutex> held(lock_);
-  came_.wait_for(held, std::chrono::duration<double>(seconds),
-                 [&] { return closed_ || !waiting_.empty(); });
+  came_.wait_for(held, std::chrono::duration<double>(seconds), [&] { return closed_ || !waiting_.empty(); });
   if (waiting_.empty()) return false;
   to.swap(waiting_);
   waiting_.clear();

@@ -91,7 +91,8 @@ void what_is_no_call() {
     int place;
     int64_t value;
     const char* text;
-  } spoilt[] = {{2, 99, "instruction set"}, {2, -1, "instruction set"}, {4, 99, ""}, {5, 1, "another process"}};
+  } spoilt[] = {
+      {2, 99, "instruction set"}, {2, -1, "instruction set"}, {4, 99, ""}, {5, 1, "another process"}};
   for (const auto& one : spoilt) {
     Call call;
     call.tap[one.place] = one.value;
