@@ -137,7 +137,7 @@ def _models_row(
         {"TMPDIR": os.path.abspath(options.folder)} if options.folder else {}
     )
     Examiners(
-        "polyattn.bench.offload.architectures", jobs=len(os.sched_getaffinity(0)),
+        "polyattn.bench.offload.architectures", jobs=os.cpu_count() or 1,
         environment=environment,
     ).run(chosen, heard)  # fmt: skip
     return _verdict(package, sorted(rows, key=lambda row: row.name))

@@ -91,11 +91,10 @@ class JaxTrace:
     def __enter__(self) -> Self:
         if self._stack is not None or self.writer.sink.closed:
             raise TraceError(f"got the trace {self.path} a second time, expected a new one.")
-        slot = occupy(self._receive)
-        native = works()
-        self._taps = extension.load().TraceTaps(slot, _MOST) if native else PythonTaps(_MOST)
-        ordered = self._options[2]
+        native, ordered = works(), self._options[2]
         self._lines = NativeLines(self.writer) if native and ordered else None
+        slot = occupy(self._receive)
+        self._taps = extension.load().TraceTaps(slot, _MOST) if native else PythonTaps(_MOST)
         self._desk = Desk(self._taps, self._told)
         self._active = Active(slot, *self._options)
         self._stack = ExitStack()
