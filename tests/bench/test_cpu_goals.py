@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -151,13 +152,10 @@ def need_bytes_of(case) -> float:
 
 
 @pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "readme_tables", ROOT / "scripts" / "readme_tables.py"
-    )
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+def tables() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(ROOT / "scripts")  # as Python does for a script that it runs
+        yield importlib.import_module("readme_tables")
 
 
 def test_every_record_has_tables_of_its_own(tables, tmp_path: Path, monkeypatch) -> None:
