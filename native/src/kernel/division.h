@@ -40,11 +40,13 @@ inline int64_t longest(const int64_t* cu, int64_t batch, int64_t length) {
 }
 
 // Few rows are bound by how fast keys and values are read. Where the heads of a key lie side by side, rows
-// of one head are scattered over the pages of all, and only all heads together read these from end to end.
+// of one head are scattered over the pages of all, and only all heads together read these from end to end. Codes
+// are computed more slowly than they are read: each head alone, whose steps are longer.
 inline int64_t heads_together(const Arguments& a, int64_t rows) {
   const bool side_by_side = a.k.head > 0 && a.k.head * a.kv_heads <= a.k.row;
   // shorter sequences are in a cache, and are better divided by heads
-  if (rows > kFewRows || a.kv_len < 2048 || a.cu_q || !side_by_side) return 1;
+  const bool coded = a.quantised.codes != Codes::none;
+  if (rows > kFewRows || a.kv_len < 2048 || a.cu_q || !side_by_side || coded) return 1;
   return smaller<int64_t>(a.kv_heads, kMostTogether);
 }
 
@@ -122,9 +124,9 @@ inline Division divide(const Arguments& a) {
   }
   d.together = heads_together(a, rows);
   count_items(a, rows, &d);
-  // parts of 1,024 keys at most of long sequences, of 512 at least, or of 1,024 of several heads
+  // parts of 1,024 keys at most of long sequences, of 512 at least, or of 2,048 of several heads
   const int64_t tasks = larger<int64_t>(a.batch * d.tasks_per_batch, 1), long_parts = kv_len / 1024;
-  const int64_t most = larger<int64_t>(kv_len * d.together / (d.together > 1 ? 1024 : 512), 1);
+  const int64_t most = larger<int64_t>(kv_len * d.together / (d.together > 1 ? 2048 : 512), 1);
   d.splits = tasks >= 32 ? 1 : smaller(larger(blocks_of(64, tasks), smaller<int64_t>(long_parts, 64)), most);
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
   if (a.quantised.codes == Codes::int8) d.q_units = larger<int64_t>(d.q_units, 32);  // see pack_bytes

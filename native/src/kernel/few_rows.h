@@ -9,6 +9,7 @@
 
 #include "kernel/few.h"
 #include "kernel/few_bytes.h"
+#include "kernel/few_quarters.h"
 #include "kernel/workspace.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -23,12 +24,24 @@ class FewRows {
  public:
   FewRows(const Arguments& a, const Division& d, const ScoreUnits<U>& units) : a_(a), d_(d), units_(units) {}
 
-  // Row r of an item whose queries begin at `to`.
-  void pack_query(const T* row, float* to, int r) const {
+  // Row r of an item of `rows`, whose queries begin at `to`.
+  void pack_query(const T* row, float* to, int r, int rows) const {
     if constexpr (kBytes) {
       if (bytes()) return pack_bytes<S>(row, a_.head_dim, units_.of_queries(), to, d_.q_units, r);
     }
+    if constexpr (kRepeats<S, U, C>) {
+      if (rows > 1) return pack_beside<S, U>(row, a_.head_dim, units_.of_queries(), to, d_.q_units, r, rows);
+    }
     pack_few<S, U>(row, a_.head_dim, units_.of_queries(), to + r * d_.q_units);
+  }
+
+  // Fetches the first keys of a part of `count` items.
+  void fetch(const Item* items, int count, const Span& keys) const {
+    const C* rows[kAheadCodes];
+    const int64_t some = smaller(keys.high - keys.low, ahead(count));
+    locate(a_, a_.k, items[0].q, keys.low, keys.low + some, rows);
+    const int64_t offset = items[0].kv_head * a_.k.head, more = (count - 1) * a_.k.head;
+    for (int64_t j = 0; j < some; ++j) prefetch_row<S::kFetchHint>(rows[j] + offset, more + a_.head_dim);
   }
 
   // Probabilities of keys that lie within keys[i] and within `begin` to `end` - 1, in the scores of item i
@@ -47,8 +60,10 @@ class FewRows {
       tiles += visits[i].tiles;
     }
     if (tiles == 0) return;
-    locate(a_, a_.k, items[0].q, begin, last, reinterpret_cast<const C**>(w.keys_at));
-    locate(a_, a_.v, items[0].q, begin, last, reinterpret_cast<const C**>(w.values_at));
+    // the last keys fetch the first values, and the last values the keys of the next chunk
+    const int64_t stop = smaller(end, last);
+    locate(a_, a_.k, a_.v, items[0].q, begin, stop, begin, stop, reinterpret_cast<const C**>(w.keys_at));
+    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, last, reinterpret_cast<const C**>(w.values_at));
     if constexpr (kCoded<C>) {
       for (int i = 0; i < count; ++i) {
         Workspace own = w.of(d_, i);
@@ -56,15 +71,15 @@ class FewRows {
         spread_scales(a_, a_.quantised.v, items[i], begin, end, own.value_scales);
       }
     }
+    Workspace owns[kMostTogether];
+    for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
     walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
-      const Workspace own = w.of(d_, i);
+      const Workspace& own = owns[i];
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
-      const C* next[kTile];
-      const Ahead<C> ahead =
-          ahead_of(at, offset, items[0].kv_head * a_.k.head, a_.head_dim, here, i, count, next);
+      const Ahead<C> next{at + ahead(count), offset};
       by_few(own.strips[0].count, [&](auto rows, int r) {
-        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, r == 0 ? ahead : Ahead<C>{nullptr, 0},
+        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, r == 0 ? next : Ahead<C>{nullptr, 0},
                            own.key_scales + place, own.scores + r * kScoreRow + tile.first + from);
       });
     });
@@ -78,14 +93,14 @@ class FewRows {
 
   // Adds the values to the items' sums, after probabilities().
   void values(Workspace& w, const Item* items, const Visit* visits, int count, int64_t begin) const {
+    Workspace owns[kMostTogether];
+    for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
     walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
-      Workspace own = w.of(d_, i);
+      const Workspace& own = owns[i];
       const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + (tile.j0 - begin) + from;
       const float* p = own.scores + (tile.first + from) / U::kValues;
       const int64_t offset = items[i].kv_head * a_.v.head;
-      const C* next[kTile];
-      const Ahead<C> ahead =
-          ahead_of(at, offset, items[0].kv_head * a_.v.head, a_.value_dim, here, i, count, next);
+      const Ahead<C> next{at + ahead(count), offset};
       by_few(own.strips[0].count, [&](auto rows, int r) {
         constexpr int R = rows.value;
         const float* some = p + r * kScoreRow;
@@ -93,10 +108,10 @@ class FewRows {
         if constexpr (kBytes) {
           if (bytes())
             return few_byte_values<S, R>(some, kScoreRow, at, offset, here,
-                                         r == 0 ? ahead : Ahead<C>{nullptr, 0}, a_.value_dim, out,
+                                         r == 0 ? next : Ahead<C>{nullptr, 0}, a_.value_dim, out,
                                          d_.v_columns);
         }
-        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, r == 0 ? ahead : Ahead<C>{nullptr, 0},
+        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, r == 0 ? next : Ahead<C>{nullptr, 0},
                                a_.value_dim, out, d_.v_columns);
       });
     });
@@ -107,21 +122,10 @@ class FewRows {
   static constexpr bool kBytes = std::is_same_v<C, int8_t> && U::kValues == 1 && MultipliesBytes<S>;
   bool bytes() const { return !a_.quantised.exact && a_.head_dim <= kMostOfPlanes; }
 
-  // What item i of `count` fetches while it meets `keys` keys. Items that walk together, whose heads lie side by
-  // side, fetch what all of them meet later from end to end, as memory likes it.
-  POLYATTN_INLINE Ahead<C> ahead_of(const C* const* at, int64_t offset, int64_t first, int64_t dim,
-                                    int64_t keys, int i, int count, const C** own) const {
+  // How many rows before they are read rows are fetched. A row of `count` heads that are met together is longer.
+  static constexpr int64_t ahead(int count) {
     constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
-    if (count == 1) return {at + kAhead, offset};
-    // a row of all heads is longer
-    constexpr int64_t kAheadTogether = !kBytes && kTurn<S> < kAhead ? kTurn<S> : kAhead;
-    int64_t row = keys * i / count, head = keys * i % count;
-    for (int64_t j = 0; j < keys; ++j) {
-      own[j] = at[kAheadTogether + row] + head * dim;
-      if (++head == count) head = 0, ++row;
-    }
-    for (int64_t j = keys; j < round_up(keys, S::kLanes); ++j) own[j] = own[keys - 1];
-    return {own, first};
+    return count > 1 ? smaller<int64_t>(kTurn<S>, kAhead) : kAhead;
   }
 
   // Scores of R rows, with the keys' scales in them.
@@ -133,7 +137,11 @@ class FewRows {
         return few_byte_scores<S, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, scales, to,
                                      kScoreRow);
     }
-    few_scores<S, U, C, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, to, kScoreRow);
+    if constexpr (kRepeats<S, U, C> && R > 1) {
+      few_repeated_scores<S, U, C, R>(q, at, offset, keys, ahead, a_.head_dim, to, kScoreRow);
+    } else {
+      few_scores<S, U, C, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, to, kScoreRow);
+    }
     if constexpr (kCoded<C>) {
       for (int r = 0; r < R; ++r) scale_columns<S>(to + r * kScoreRow, scales, keys);
     }
@@ -173,7 +181,7 @@ class FewRows {
   // Calls `each` for all visited tiles in turn: with an item, a tile, the first of its keys and how many.
   template <class Each>
   static POLYATTN_INLINE void walk(const Visit* visits, int count, int64_t begin, Each each) {
-    const int turn = count > 1 && !kBytes ? kTurn<S> : kTile;
+    const int turn = count > 1 ? kTurn<S> : kTile;
     int at[kMostTogether] = {};
     for (int64_t j = begin; j < begin + kChunkKeys; j += kTile) {
       int keys = 0;

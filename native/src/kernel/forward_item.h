@@ -22,7 +22,11 @@ class ForwardItem {
   // `careful`: a masked value that is not finite would reach rows as 0 * NaN, so each row gets
   // values of its own in which what it does not see is 0; same products, same order.
   void attend(Workspace& w, const Item& item, int64_t split, int64_t splits, bool careful) const {
-    const Span keys = begin(w, item, split, splits);
+    const Span keys = part(w, item, split, splits);
+    if constexpr (kMeetsFew) {
+      if (few(item) && !keys.empty()) few_.fetch(&item, 1, keys);
+    }
+    begin(w, item);
     if (keys.empty()) return;
     // an item that walked with others is run again in the same steps
     const int64_t step = d_.together > 1 ? kTogetherKeys : few(item) ? kChunkKeys : d_.kept * kTile;
@@ -64,11 +68,17 @@ class ForwardItem {
   void attend_together(Workspace& w, const Item* items, int count, int64_t split, int64_t splits) const {
     Span keys[kMostTogether], all{kUnbounded, 0};
     for (int i = 0; i < count; ++i) {
-      Workspace own = w.of(d_, i);
-      keys[i] = begin(own, items[i], split, splits);
+      keys[i] = part(w.of(d_, i), items[i], split, splits);
       if (keys[i].empty()) continue;
       all.low = smaller(all.low, keys[i].low / kTile * kTile);
       all.high = larger(all.high, keys[i].high);
+    }
+    if constexpr (kMeetsFew) {
+      if (!all.empty()) few_.fetch(items, count, all);
+    }
+    for (int i = 0; i < count; ++i) {
+      Workspace own = w.of(d_, i);
+      begin(own, items[i]);
     }
     for (int64_t j = all.low; j < all.high; j += kTogetherKeys) {
       Visit visits[kMostTogether];
@@ -93,11 +103,15 @@ class ForwardItem {
   static constexpr bool kMeetsFew = !kCoded<C> || U::kValues == 1 || HasUnitsOf<S, C>;
   static bool few(const Item& item) { return kMeetsFew && item.rows <= kFewRows; }
 
-  // An item before its first key; returns the keys of the part.
-  Span begin(Workspace& w, const Item& item, int64_t split, int64_t splits) const {
+  // An item before its first key.
+  void begin(Workspace& w, const Item& item) const {
     begin_rows(w, item.rows);
     for (int i = 0; i < item.strips; ++i)
       pack_strip(item, w.strips[i], w.q + int64_t{i} * kRows * d_.q_units);
+  }
+
+  // The keys of one of `splits` parts of an item's.
+  Span part(const Workspace& w, const Item& item, int64_t split, int64_t splits) const {
     const Span all = item_span(w, item);
     if (splits == 1 || all.empty()) return all;
     const int64_t size = round_up(blocks_of(all.high - all.low, splits), kTile);
@@ -132,7 +146,7 @@ class ForwardItem {
   void pack_strip(const Item& item, const Strip& s, float* to) const {
     if (few(item)) {
       for (int r = 0; r < s.count; ++r)
-        few_.pack_query(row_of<const T>(a_.q, item, s.head[r], s.t[r]), to, r);
+        few_.pack_query(row_of<const T>(a_.q, item, s.head[r], s.t[r]), to, r, s.count);
       return;
     }
     if (!d_.heads_as_rows) {

@@ -12,7 +12,8 @@ constexpr int64_t kTogetherKeys = 2 * kTile;
 
 // A row is fetched S::kAheadRows rows before it is read, of codes, which are small, so many.
 constexpr int64_t kAheadCodes = 64;
-constexpr int64_t kLocatedRows = kChunkKeys + kAheadCodes;
+constexpr int64_t kRowsAtOnce = 16;  // whole vectors of them are read, at most so many
+constexpr int64_t kLocatedRows = kChunkKeys + kRowsAtOnce + kAheadCodes;
 
 // What is fetched while some keys are met: a row for each, `offset` elements further. None if `rows` is null.
 template <class T>
@@ -24,25 +25,38 @@ struct Ahead {
   const T* of(int64_t j) const { return rows[j] + offset; }
 };
 
-// The rows of keys `begin` to `end` - 1 of the first head, no more than kLocatedRows; then repeats of the last.
+// The rows of keys `begin` to `end` - 1 of the first head.
 template <class T>
 inline void locate(const Arguments& a, const Array& x, const Sequence& q, int64_t begin, int64_t end,
                    const T** rows) {
   const T* const base = static_cast<const T*>(x.data);
-  const int64_t count = smaller(end - begin, kLocatedRows), stride = x.row;
+  const int64_t count = end - begin, stride = x.row;
   if (!a.pages.table) {
     const T* const row = base + q.b * x.batch + (q.kv_base + begin) * stride;
     for (int64_t j = 0; j < count; ++j) rows[j] = row + j * stride;
-  } else {
-    const int64_t* table = a.pages.table + q.b * a.pages.row;
-    int64_t page = begin / a.pages.page_size, within = begin - page * a.pages.page_size;
-    for (int64_t j = 0; j < count; ++page, within = 0) {
-      const int64_t run = smaller(count - j, a.pages.page_size - within);
-      const T* row = base + table[page] * x.batch + within * stride;
-      for (const int64_t stop = j + run; j < stop; ++j, row += stride) rows[j] = row;
-    }
+    return;
   }
-  for (int64_t j = count; j < kLocatedRows; ++j) rows[j] = rows[count - 1];
+  const int64_t* table = a.pages.table + q.b * a.pages.row;
+  int64_t page = begin / a.pages.page_size, within = begin - page * a.pages.page_size;
+  for (int64_t j = 0; j < count; ++page, within = 0) {
+    const int64_t run = smaller(count - j, a.pages.page_size - within);
+    const T* row = base + table[page] * x.batch + within * stride;
+    for (const int64_t stop = j + run; j < stop; ++j, row += stride) rows[j] = row;
+  }
+}
+
+// The rows of some keys of `now`, repeats of the last up to a whole vector, and behind these what is worth
+// fetching meanwhile: rows of `next` from key `after` on.
+template <class T>
+inline void locate(const Arguments& a, const Array& now, const Array& next, const Sequence& q, int64_t begin,
+                   int64_t end, int64_t after, int64_t last, const T** rows) {
+  int64_t count = end - begin;
+  locate(a, now, q, begin, end, rows);
+  for (const int64_t whole = round_up(count, kRowsAtOnce); count < whole; ++count)
+    rows[count] = rows[count - 1];
+  const int64_t more = smaller(larger<int64_t>(last - after, 0), kAheadCodes);
+  locate(a, next, q, after, after + more, rows + count);
+  for (count += more; count < kLocatedRows; ++count) rows[count] = rows[count - 1];
 }
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

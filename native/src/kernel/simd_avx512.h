@@ -137,6 +137,39 @@ struct Simd {
     return bits;
   }
 
+  // 16 / R units of a key as it is stored, repeated R times: 2 or 4; the same of the first n elements, the others 0.
+  template <int R, class T>
+  static POLYATTN_INLINE Vec repeated(const T* p) {
+    const float* const units = reinterpret_cast<const float*>(p);
+    if constexpr (R == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(units));
+    return _mm512_broadcast_f32x8(_mm256_loadu_ps(units));
+  }
+  template <int R>
+  static POLYATTN_INLINE Vec some_repeated(const float* p, int n) {
+    const __m256 x = _mm256_maskz_loadu_ps(__mmask8(first(n)), p);
+    return R == 4 ? _mm512_broadcast_f32x4(_mm256_castps256_ps128(x)) : _mm512_broadcast_f32x8(x);
+  }
+  template <int R>
+  static POLYATTN_INLINE Vec some_repeated(const BF16* p, int n) {
+    const __m256 x = _mm256_castsi256_ps(_mm256_maskz_loadu_epi16(first(n), p));
+    return R == 4 ? _mm512_broadcast_f32x4(_mm256_castps256_ps128(x)) : _mm512_broadcast_f32x8(x);
+  }
+  // The sums over the quarters of four vectors: lane i of a quarter is that of the i-th vector.
+  static POLYATTN_INLINE Vec quarter_sums(Vec a, Vec b, Vec c, Vec d) {
+    const auto two = [](Vec x, Vec y) { return add(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)); };
+    const __m512d x = _mm512_castps_pd(two(a, b)), y = _mm512_castps_pd(two(c, d));
+    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  // Quarter i of vector j to quarter j of vector i.
+  static POLYATTN_INLINE void turn_quarters(Vec (&x)[4]) {
+    const Vec a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
+    const Vec c = _mm512_shuffle_f32x4(x[0], x[1], 0xee), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+    x[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+    x[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+    x[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+    x[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+  }
+
   // Rows of 32-bit units to columns.
   static POLYATTN_INLINE void transpose(Vec (&r)[16]) {
     __m512 t[16];

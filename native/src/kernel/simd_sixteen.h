@@ -136,6 +136,32 @@ struct Simd {
     return across_lanes<Simd>(x, [](Vec a, Vec b) { return max(a, b); });
   }
 
+  // Units of a key, repeated; see simd_avx512.h.
+  template <int R, class T>
+  static POLYATTN_INLINE Vec repeated(const T* p) {
+    return some_repeated<R>(p, int(kLanes / R * sizeof(float) / sizeof(T)));
+  }
+  template <int R, class T>
+  static POLYATTN_INLINE Vec some_repeated(const T* p, int n) {
+    Vec x{};
+    for (int r = 0; r < R; ++r) std::memcpy(x.x + r * kLanes / R, p, size_t(n) * sizeof(T));
+    return x;
+  }
+  static POLYATTN_INLINE Vec quarter_sums(Vec a, Vec b, Vec c, Vec d) {
+    const Vec* const all[] = {&a, &b, &c, &d};
+    return each([&](int i) {
+      const float* const from = all[i % 4]->x + i / 4 * 4;
+      return (from[0] + from[2]) + (from[1] + from[3]);
+    });
+  }
+  static POLYATTN_INLINE void turn_quarters(Vec (&x)[4]) {
+    Vec y[4];
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 4; ++j) std::memcpy(y[i].x + 4 * j, x[j].x + 4 * i, 4 * sizeof(float));
+    }
+    for (int i = 0; i < 4; ++i) x[i] = y[i];
+  }
+
   // Codes as units of two bfloat16; see simd_avx512bf16.h.
   static POLYATTN_INLINE uint32_t eighth(F8 x) {
     return uint32_t(kEighths.bits[x.bits & 0x7f] | (x.bits & 0x80) << 8);
