@@ -28,8 +28,7 @@ class ForwardItem {
     }
     begin(w, item);
     if (keys.empty()) return;
-    // an item that walked with others is run again in the same steps
-    const int64_t step = d_.together > 1 ? kTogetherKeys : few(item) ? kChunkKeys : d_.kept * kTile;
+    const int64_t step = few(item) ? kChunkKeys : d_.kept * kTile;
     const int64_t low = keys.low / kTile * kTile;
     // what a strip meets in one step must not depend on its item, whose size may depend on the threads
     const int64_t first = d_.kept > kChunk && !few(item) ? low / step * step : low;
@@ -80,10 +79,10 @@ class ForwardItem {
       Workspace own = w.of(d_, i);
       begin(own, items[i]);
     }
-    for (int64_t j = all.low; j < all.high; j += kTogetherKeys) {
+    for (int64_t j = all.low; j < all.high; j += kChunkKeys) {
       Visit visits[kMostTogether];
       if constexpr (kMeetsFew) {
-        few_.probabilities(w, items, keys, count, j, smaller(j + kTogetherKeys, all.high), false, visits);
+        few_.probabilities(w, items, keys, count, j, smaller(j + kChunkKeys, all.high), false, visits);
         few_.values(w, items, visits, count, j);
       }
     }

@@ -7,9 +7,6 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-// Keys of a chunk of items that walk together.
-constexpr int64_t kTogetherKeys = 2 * kTile;
-
 // A row is fetched S::kAheadRows rows before it is read, of codes, which are small, so many.
 constexpr int64_t kAheadCodes = 64;
 constexpr int64_t kRowsAtOnce = 16;  // whole vectors of them are read, at most so many
