@@ -154,12 +154,14 @@ def _mask_of(selection: Any) -> str:
 def exact_run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the outputs of the model in float64, on the attention it has."""
     twin = copy.deepcopy(model).double()
-    wide = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in inputs.items()
-    }
     with torch.no_grad(), in_float64():
-        return tensors_of(twin(**wide))
+        return tensors_of(twin(**{name: _wide(x) for name, x in inputs.items()}))
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_wide(one) for one in x]
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _short(error: BaseException) -> str:

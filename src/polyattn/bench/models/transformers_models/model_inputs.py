@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyattn.bench.models.transformers_models.shrinking import VOCABULARY
 
-__all__ = ["BATCH", "PADDED", "TOKENS", "candidates", "noise", "padded", "words"]
+__all__ = ["BATCH", "PADDED", "TOKENS", "candidates", "noise", "padded", "seen", "words"]
 
 BATCH, TOKENS, DECODED, PADDED = 2, 14, 9, 4
 _SOUND = 16000
@@ -105,6 +105,11 @@ def _features(config: Any, size: int) -> Tensor:
 def noise(*shape: int) -> Tensor:
     """Return normal numbers, for a shape always the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def seen(*lengths: int) -> Tensor:
+    """Return a padding mask (B, longest) of these lengths."""
+    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
 
 
 def _embeds(config: Any, size: int) -> Tensor:

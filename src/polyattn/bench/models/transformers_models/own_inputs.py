@@ -1,63 +1,31 @@
-"""Models whose inputs no other has: sounds, films, patches of pictures, series of numbers."""
+"""Models whose inputs no other has: sounds, series of numbers, what another has encoded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from polyattn.bench.models.transformers_models.model_inputs import BATCH, noise, words
-from polyattn.bench.models.transformers_models.recipe import Recipe, sets
+from polyattn.bench.models.transformers_models.model_inputs import (
+    BATCH,
+    DECODED,
+    TOKENS,
+    noise,
+    seen,
+    words,
+)
+from polyattn.bench.models.transformers_models.recipe import Recipe, sets, takes
 
 __all__ = ["OWN_INPUTS"]
 
 _MEL = 1024, 64
 """Frames and bins of the sounds that CLAP hears."""
-_SIDE = 4
 _STEPS = 5
-
-
-def _takes(inputs: Callable[[Any], dict[str, Any]], change: Recipe | None = None) -> Recipe:
-    """Return a recipe of inputs, which are made of the model's configuration."""
-    return Recipe(change and change.change, lambda model: iter([inputs(model.config)]))
 
 
 def _sound(config: Any) -> dict[str, Any]:
     short = torch.zeros(BATCH, 1, dtype=torch.bool)
     return {"input_features": noise(BATCH, 1, *_MEL), "is_longer": short}
-
-
-def _film(config: Any) -> dict[str, Any]:
-    side = config.image_size
-    return {"pixel_values": noise(BATCH, config.num_frames, 3, side, side)}
-
-
-def _patches(config: Any) -> dict[str, Any]:
-    """Pictures in patches, one of them of three rows and padded."""
-    part = getattr(config, "vision_config", config)
-    count = _SIDE * _SIDE
-    return {
-        "pixel_values": noise(BATCH, count, part.num_channels * part.patch_size**2),
-        "pixel_attention_mask": _seen(count, count - _SIDE),
-        "spatial_shapes": torch.tensor([[_SIDE, _SIDE], [_SIDE - 1, _SIDE]]),
-    }
-
-
-def _placed_patches(config: Any) -> dict[str, Any]:
-    """Patches that begin with their row and column, counted from 1."""
-    count = 9
-    rows = torch.ones(BATCH, count, 1)
-    columns = torch.arange(1.0, count + 1).view(1, count, 1).expand(BATCH, count, 1)
-    patches = noise(BATCH, count, config.patch_embed_hidden_size)
-    flat = torch.cat([rows, columns, patches], 2)
-    return {"flattened_patches": flat, "attention_mask": _seen(count, count - 2)}
-
-
-def _seen(*lengths: int) -> Tensor:
-    """Return a padding mask (B, longest) of these lengths."""
-    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
 
 
 def _series(config: Any) -> dict[str, Any]:
@@ -71,8 +39,56 @@ def _decisions(config: Any) -> dict[str, Any]:
         "rewards": noise(BATCH, _STEPS, 1),
         "returns_to_go": noise(BATCH, _STEPS, 1),
         "timesteps": torch.arange(_STEPS).expand(BATCH, _STEPS),
-        "attention_mask": _seen(_STEPS - 1, _STEPS).flip(1),
+        "attention_mask": seen(_STEPS - 1, _STEPS).flip(1),
     }
+
+
+def _lagged(config: Any) -> dict[str, Any]:
+    """A series with what is known of its times: what was, as far back as its lags, and what is."""
+    past = config.context_length + max(config.lags_sequence)
+    known = config.num_time_features
+    return {
+        "past_values": noise(BATCH, past),
+        "past_time_features": noise(BATCH, past, known),
+        "past_observed_mask": torch.ones(BATCH, past),
+        "future_values": noise(BATCH, config.prediction_length),
+        "future_time_features": noise(BATCH, config.prediction_length, known),
+    }
+
+
+def _with_lags(config: Any) -> None:
+    config.prediction_length, config.context_length = 6, 12
+    config.lags_sequence, config.num_time_features = [1, 2, 3], 2
+    config.feature_size = 3 * config.input_size + config.num_time_features
+    config.feature_size += sum(config.embedding_dimension) + 2 * config.input_size
+
+
+def _codes(config: Any) -> dict[str, Any]:
+    books = BATCH * config.decoder.num_codebooks
+    decoded = torch.arange(books * DECODED).view(books, DECODED) % 40
+    return {"input_ids": words(config.text_encoder), "decoder_input_ids": decoded}
+
+
+def _in_windows(config: Any) -> dict[str, Any]:
+    """Sounds behind one another, of which each has a length."""
+    frames = 2 * config.n_window
+    return {
+        "input_features": noise(config.num_mel_bins, 2 * frames),
+        "feature_lens": torch.tensor([frames + 10, frames - 10]),
+    }
+
+
+def _stacked(config: Any) -> dict[str, Any]:
+    """Frames beside their differences, two and two."""
+    return {"input_features": noise(BATCH, 60, 4 * config.num_mel_bins)}
+
+
+def _wave(config: Any) -> dict[str, Any]:
+    return {"input_values": noise(BATCH, 1, 9600)}
+
+
+def _group_by_width(config: Any) -> None:
+    config.upsample_groups = config.hidden_size
 
 
 def _forecast(config: Any) -> dict[str, Any]:
@@ -83,38 +99,59 @@ def _forecast(config: Any) -> dict[str, Any]:
 
 
 OWN_INPUTS: dict[str, Recipe] = {
-    "audio-spectrogram-transformer": _takes(
+    "audio-spectrogram-transformer": takes(
         lambda c: {"input_values": noise(BATCH, c.max_length, c.num_mel_bins)},
         sets(max_length=64, num_mel_bins=32),
     ),
-    "blip_2_qformer": _takes(
+    "blip_2_qformer": takes(
         lambda c: {
             "query_embeds": noise(BATCH, 6, c.hidden_size),
             "encoder_hidden_states": noise(BATCH, 9, c.encoder_hidden_size),
         }
     ),
-    "clap": _takes(lambda c: {"input_ids": words(c), **_sound(c)}),
-    "clap_audio_model": _takes(_sound),
-    "decision_transformer": _takes(_decisions),
-    "granite_speech_encoder": _takes(lambda c: {"hidden_states": noise(BATCH, 20, c.input_dim)}),
-    "granite_speech_plus_encoder": _takes(
+    "clap": takes(lambda c: {"input_ids": words(c), **_sound(c)}),
+    "clap_audio_model": takes(_sound),
+    "decision_transformer": takes(_decisions),
+    "granite_speech_encoder": takes(lambda c: {"hidden_states": noise(BATCH, 20, c.input_dim)}),
+    "granite_speech_plus_encoder": takes(
         lambda c: {"hidden_states": noise(BATCH, 20, c.input_dim)}
     ),
-    "patchtsmixer": _takes(_series),
-    "patchtst": _takes(_series),
-    "pix2struct_vision_model": _takes(_placed_patches),
-    "siglip2": _takes(lambda c: {"input_ids": words(c), **_patches(c)}),
-    "siglip2_vision_model": _takes(_patches),
-    "t5gemma2_decoder": _takes(
+    "dac": takes(_wave),
+    "encodec": takes(_wave),
+    "gemma4_audio": takes(lambda c: {"input_features": noise(BATCH, 120, 128)}),
+    "granite_speech5_ctc": takes(lambda c: _stacked(c.encoder_config)),
+    "granite_speech5_encoder": takes(_stacked),
+    "idefics2_perceiver": takes(
+        lambda c: {"context": noise(BATCH, 9, c.hidden_size), "attention_mask": seen(9, 7)}
+    ),
+    "informer": takes(_lagged, Recipe(_with_lags)),
+    "mimi": takes(_wave, Recipe(_group_by_width)),
+    "mimi_encoder": takes(_wave),
+    "mimi_decoder": takes(
+        lambda c: {"latents": noise(BATCH, c.hidden_size, TOKENS)}, Recipe(_group_by_width)
+    ),
+    "musicgen": takes(_codes),
+    "musicgen_melody": takes(_codes),
+    "pe_audio_encoder": takes(_wave),
+    "phi4_multimodal_audio": takes(
+        lambda c: {"hidden_states": noise(BATCH, 160, c.input_size), "mask": None}
+    ),
+    "pocket_tts_audio_tokenizer": takes(_wave, Recipe(_group_by_width)),
+    "pocket_tts_audio_tokenizer_encoder": takes(_wave),
+    "qwen2_5_omni_audio_encoder": takes(_in_windows),
+    "qwen3_omni_moe_audio_encoder": takes(_in_windows),
+    "time_series_transformer": takes(_lagged, Recipe(_with_lags)),
+    "xcodec": takes(_wave),
+    "patchtsmixer": takes(_series),
+    "patchtst": takes(_series),
+    "t5gemma2_decoder": takes(
         lambda c: {
             "input_ids": words(c), "encoder_hidden_states": noise(BATCH, 9, c.hidden_size),
         },
         sets(dropout_rate=0.0),
     ),
-    "timesfm": _takes(_forecast),
-    "videomae": _takes(_film),
-    "vivit": _takes(_film, sets(num_frames=4)),
-    "wav2vec2-bert": _takes(
+    "timesfm": takes(_forecast),
+    "wav2vec2-bert": takes(
         lambda c: {"input_features": noise(BATCH, 20, c.feature_projection_input_dim)}
     ),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Recipe", "sets"]
+__all__ = ["Recipe", "sets", "takes"]
 
 
 class Recipe(NamedTuple):
@@ -27,3 +27,8 @@ def sets(**values: Any) -> Recipe:
             setattr(of, field, value)
 
     return Recipe(change)
+
+
+def takes(inputs: Callable[[Any], dict[str, Any]], change: Recipe | None = None) -> Recipe:
+    """Return a recipe of inputs, which are made of the model's configuration."""
+    return Recipe(change and change.change, lambda model: iter([inputs(model.config)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.bench.models.transformers_models.own_inputs import OWN_INPUTS
+from polyattn.bench.models.transformers_models.picture_inputs import PICTURE_INPUTS
 from polyattn.bench.models.transformers_models.recipe import Recipe, sets
 
 __all__ = ["RECIPES", "Recipe"]
@@ -31,6 +32,15 @@ def _rotations(*section: int, **sizes: int) -> Recipe:
 _GLM4V = _rotations(1, 1, 2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
 _ERNIE = _rotations(2, 2, 4)
 
+
+def _whole_heads(config: Any) -> None:
+    """Give zamba2's state-space heads the width that they share, and say which layers attend."""
+    config.hybrid_layer_ids = [
+        i for i, kind in enumerate(config.layers_block_type) if kind == "hybrid"
+    ]
+    config.mamba_headdim = config.mamba_expand * config.hidden_size // config.n_mamba_heads
+
+
 RECIPES: dict[str, Recipe] = {
     "bamba": sets(attn_layer_indices=[1]),
     "granitemoehybrid": sets(layer_types=["linear_attention", "full_attention"]),
@@ -53,6 +63,12 @@ RECIPES: dict[str, Recipe] = {
     "hrm_text": sets(num_layers_per_stack=2, num_hidden_layers=16),
     "xmod": sets(default_language="en_XX"),
     "dbrx": sets(attn_config__rope_theta=10000.0, attn_config__clip_qkv=8.0),
+    "zamba2": Recipe(_whole_heads),
+    "cohere_compass": sets(
+        text_config__rope_parameters={"full_attention": _ROPE},
+        text_config__layer_types=["full_attention"] * 2,
+    ),
     "zamba": sets(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2),
     **OWN_INPUTS,
+    **PICTURE_INPUTS,
 }
