@@ -18,6 +18,7 @@ from torch import nn
 
 from polyattn.errors import OffloadError
 from polyattn.hooks import offload
+from polyattn.hooks.layerwise_offload import meter
 from polyattn.hooks.layerwise_offload.devices.host import Reader
 from polyattn.hooks.layerwise_offload.devices.simulated import SimulatedCarrier
 from polyattn.hooks.layerwise_offload.exact_memory import locked_bytes
