@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+from polyattn import record_selections
 from polyattn.errors import MissingDependency, Unsupported
 from polyattn.integrations.transformers import is_registered, register, unregister
 from tests.integrations.transformers.small_models import ours, small, words
@@ -152,6 +153,32 @@ def test_models_that_compute_attention_themselves_are_refused() -> None:
         transformers.SamVisionModel._from_config(
             transformers.SamVisionConfig(num_hidden_layers=1), attn_implementation="polyattn"
         )
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4AudioModel"), reason="an older transformers")
+def test_a_part_that_takes_back_what_its_base_says_is_refused_and_may_stay_eager() -> None:
+    audio = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    with pytest.raises(Unsupported, match="Gemma4AudioModel, which computes attention of its own"):
+        transformers.Gemma4AudioModel._from_config(
+            transformers.Gemma4AudioConfig(**audio), attn_implementation="polyattn"
+        )
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    config = transformers.Gemma4Config(
+        text_config=text, audio_config=audio, vision_config=None,
+        image_token_id=60, audio_token_id=61, video_token_id=62,
+    )  # fmt: skip
+    model = transformers.Gemma4Model._from_config(
+        config, attn_implementation={"text_config": "polyattn"}
+    )
+    assert model.audio_tower.config._attn_implementation == "eager"
+    with record_selections() as ran, torch.no_grad():
+        model(input_ids=words(1, 6))
+        model.audio_tower(input_features=torch.randn(1, 40, 128))
+    assert len(ran) == 2  # the layers of the text
 
 
 def test_probabilities_are_refused() -> None:

@@ -121,12 +121,22 @@ def supports_interface(model: Any) -> bool:
     for ours.
     """
     kind = model if isinstance(model, type) else type(model)
-    if _has_own_table(kind.__module__):
+    if _has_own_table(kind.__module__) or _takes_back(kind):
         return False
     if getattr(kind, "_supports_attention_backend", False):
         return True
     told = getattr(kind, "_can_set_attn_implementation", None)
     return bool(told is not None and told())
+
+
+def _takes_back(kind: Any) -> bool:
+    """Say whether a class says no to the interface where the class that it is made of says yes.
+
+    Its source does not tell: beside it, in one file, are models that use the interface.
+    """
+    flag = "_supports_attention_backend"
+    said = [vars(base)[flag] for base in kind.__mro__ if flag in vars(base)]
+    return bool(said) and not said[0] and any(said[1:])
 
 
 _eager_only: set[str] = set()
