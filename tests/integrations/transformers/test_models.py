@@ -229,3 +229,9 @@ def test_layers_that_say_causal_in_a_model_that_has_eager_attention_alone() -> N
     """BridgeTower's layers for pictures say that they are causal, get no mask, and see all."""
     found = examine("bridgetower")
     assert found.outcome == "equal" and "" in found.masks, found.reason
+
+
+def test_a_model_of_eager_attention_alone_finds_numbers_in_the_mask_that_it_looks_into() -> None:
+    """Informer spreads the mask, and adds it to the scores of the queries that it keeps."""
+    found = examine("informer")
+    assert found.outcome == "equal" and found.calls, found.reason

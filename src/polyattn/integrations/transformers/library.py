@@ -25,6 +25,7 @@ __all__ = [
     "PAGED_NAME",
     "TESTED",
     "Library",
+    "configures_eager_only",
     "implementation_of",
     "is_eager_only",
     "library",
@@ -156,6 +157,11 @@ def is_eager_only(module: Any) -> bool:
     What such a layer says of itself, eager never reads.
     """
     return type(module).__module__ in _eager_only
+
+
+def configures_eager_only(config: Any) -> bool:
+    """Say whether a configuration is of a model that the library runs on eager attention alone."""
+    return type(config).__module__.replace(".configuration_", ".modeling_") in _eager_only
 
 
 _TABLE = re.compile(r"_ATTENTION_CLASSES\[\s*config\._attn_implementation\s*\]")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from polyattn.integrations.transformers.composed import hides_the_future
 from polyattn.integrations.transformers.frame import Frame
-from polyattn.integrations.transformers.library import library
+from polyattn.integrations.transformers.library import configures_eager_only, library
 from polyattn.integrations.transformers.mask_value import AttentionMaskValue
 from polyattn.integrations.transformers.one_query import range_of_one_query
 from polyattn.integrations.transformers.padding import is_readable, keys_of, padding_mask
@@ -69,13 +70,17 @@ def polyattn_mask(
             found = traced_mask(*call, window, allow_is_causal_skip, allow_is_bidirectional_skip)
         else:
             found, limit = _mask(*call, allow_is_causal_skip)
+    looks = configures_eager_only(config)
+    if found is None and looks:
+        return masking.eager_mask(*sizes, **evaluated, **kwargs)
     if found is None:
         unskipped = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return masking.sdpa_mask(*sizes, **evaluated, **unskipped, **kwargs)
     if isinstance(found, Full) and allow_is_bidirectional_skip:
         return None
     shape = (batch_size, 1, q_length, kv_length)
-    return AttentionMaskValue(found, shape, limit=limit, device=device)
+    added = kwargs.get("dtype", torch.float32) if looks else None
+    return AttentionMaskValue(found, shape, limit=limit, device=device, added=added)
 
 
 def _mask(

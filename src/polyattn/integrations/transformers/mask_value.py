@@ -22,6 +22,9 @@ class AttentionMaskValue:
     where it allows and the least number where not, as the tensor of transformers' eager
     attention does.
 
+    `added`: the dtype of what a model that the library runs on eager attention alone finds when it
+    looks: the numbers that are added, as eager attention has them; None for booleans.
+
     `mask` is about the first `limit` of the S keys; nobody sees those after them, which a cache
     of fixed length has not written yet.
 
@@ -38,11 +41,13 @@ class AttentionMaskValue:
         *,
         limit: int | None = None,
         device: Any = "cpu",
+        added: torch.dtype | None = None,
     ) -> None:
         self.mask = Full() if mask is None else mask
         self.sizes = shape
         self.limit = shape[3] if limit is None else limit
         self.device = torch.device(device)
+        self.added = added
 
     @property
     def shape(self) -> torch.Size:
@@ -56,8 +61,8 @@ class AttentionMaskValue:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Boolean, as of the tensor."""
-        return torch.bool
+        """As of the tensor: boolean, or that of what is added."""
+        return torch.bool if self.added is None else self.added
 
     def dim(self) -> int:
         """Return 4, as the tensor does."""
@@ -75,6 +80,15 @@ class AttentionMaskValue:
         seen = materialise(bound, dims, self.device).expand(batch, heads, queries, self.limit)
         return torch.nn.functional.pad(seen, (0, keys - self.limit))
 
+    def looked_at(self) -> Tensor:
+        """Return the tensor that a model finds when it looks into the mask."""
+        return self.dense() if self.added is None else self.additive(self.added)
+
+    def _as(
+        self, mask: Mask, shape: tuple[int, int, int, int], device: torch.device
+    ) -> AttentionMaskValue:
+        return AttentionMaskValue(mask, shape, limit=self.limit, device=device, added=self.added)
+
     def additive(self, dtype: torch.dtype) -> Tensor:
         """Return 0 where the mask allows, the least number of `dtype` elsewhere: (B, 1, T, S)."""
         zero = torch.zeros((), dtype=dtype, device=self.device)
@@ -84,14 +98,14 @@ class AttentionMaskValue:
         """Return the mask on another device; in another dtype it is the tensor."""
         wanted = [*args, *kwargs.values()]
         dtypes = [x for x in wanted if isinstance(x, torch.dtype)]
-        if dtypes != [torch.bool] * len(dtypes) or any(isinstance(x, Tensor) for x in wanted):
-            return self.dense().to(*args, **kwargs)
+        if dtypes != [self.dtype] * len(dtypes) or any(isinstance(x, Tensor) for x in wanted):
+            return self.looked_at().to(*args, **kwargs)
         devices = [x for x in wanted if type(x) in (str, int, torch.device)]
         if not devices or torch.device(devices[0]) == self.device:
             return self
         device = torch.device(devices[0])
         moved = bind_mask(self.mask, device)
-        return AttentionMaskValue(moved, self.sizes, limit=self.limit, device=device)
+        return self._as(moved, self.sizes, device)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> AttentionMaskValue:
         """Return the mask itself: its arrays are as they are."""
@@ -104,26 +118,26 @@ class AttentionMaskValue:
     def __getitem__(self, index: Any) -> Any:
         found = _kept(index, self.sizes)
         if found is None:
-            return self.dense()[index]
+            return self.looked_at()[index]
         first, keys = found
         if first == 0 and keys == self.sizes[3]:
             return self
         mask = last_queries(self.mask, self.sizes[2], first)
         if mask is None or keys < self.limit:
-            return self.dense()[index]
+            return self.looked_at()[index]
         shape = (*self.sizes[:2], self.sizes[2] - first, keys)
-        return AttentionMaskValue(mask, shape, limit=self.limit, device=self.device)
+        return self._as(mask, shape, self.device)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("mask", "sizes", "limit", "device"):
+        if name.startswith("__") or name in ("mask", "sizes", "limit", "device", "added"):
             raise AttributeError(name)  # not made yet, as while it is unpickled
-        return getattr(self.dense(), name)
+        return getattr(self.looked_at(), name)
 
     def __len__(self) -> int:
         return self.sizes[0]
 
     def __bool__(self) -> bool:
-        return bool(self.dense())
+        return bool(self.looked_at())
 
     def __repr__(self) -> str:
         kept = "" if self.limit == self.sizes[3] else f" of the first {self.limit} keys"
@@ -144,48 +158,48 @@ class AttentionMaskValue:
             and not {self.mask.align, other.mask.align} >= {"top_left", "bottom_right"}
         ):
             joined = self.mask & other.mask
-            return AttentionMaskValue(joined, self.sizes, limit=self.limit, device=self.device)
-        return self.dense() & other
+            return self._as(joined, self.sizes, self.device)
+        return self.looked_at() & other
 
     def __or__(self, other: Any) -> Any:
-        return self.dense() | other
+        return self.looked_at() | other
 
     def __xor__(self, other: Any) -> Any:
-        return self.dense() ^ other
+        return self.looked_at() ^ other
 
     def __rand__(self, other: Any) -> Any:
-        return other & self.dense()
+        return other & self.looked_at()
 
     def __ror__(self, other: Any) -> Any:
-        return other | self.dense()
+        return other | self.looked_at()
 
     def __invert__(self) -> Tensor:
-        return ~self.dense()
+        return ~self.looked_at()
 
     def __add__(self, other: Any) -> Any:
         added: Any = torch.add  # which asks this class for its own way
-        return added(other, self) if isinstance(other, Tensor) else self.dense() + other
+        return added(other, self) if isinstance(other, Tensor) else self.looked_at() + other
 
     def __radd__(self, other: Any) -> Any:
-        return other + self.dense()
+        return other + self.looked_at()
 
     def __sub__(self, other: Any) -> Any:
-        return self.dense() - other
+        return self.looked_at() - other
 
     def __rsub__(self, other: Any) -> Any:
-        return other - self.dense().to(torch.float32)
+        return other - self.looked_at().to(torch.float32)
 
     def __mul__(self, other: Any) -> Any:
-        return self.dense() * other
+        return self.looked_at() * other
 
     def __rmul__(self, other: Any) -> Any:
-        return other * self.dense()
+        return other * self.looked_at()
 
     def __eq__(self, other: object) -> Any:
-        return self.dense() == other
+        return self.looked_at() == other
 
     def __ne__(self, other: object) -> Any:
-        return self.dense() != other
+        return self.looked_at() != other
 
     __hash__ = object.__hash__
 
@@ -195,7 +209,7 @@ _ADDING = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, 
 
 def _as_tensors(x: Any) -> Any:
     if isinstance(x, AttentionMaskValue):
-        return x.dense()
+        return x.looked_at()
     if isinstance(x, (list, tuple)):
         return type(x)(map(_as_tensors, x)) if type(x) in (list, tuple) else x
     return {name: _as_tensors(held) for name, held in x.items()} if type(x) is dict else x
