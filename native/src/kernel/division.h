@@ -40,12 +40,13 @@ inline int64_t longest(const int64_t* cu, int64_t batch, int64_t length) {
 }
 
 // Few rows are bound by how fast keys and values are read. Where the heads of a key lie side by side, rows
-// of one head are scattered over the pages of all, and only all heads together read these from end to end. Codes
-// are computed more slowly than they are read: each head alone, whose steps are longer.
+// of one head are scattered over the pages of all, and only all heads together read these from end to end. With
+// 16 lanes, what is fetched ahead keeps up with codes, which are computed more slowly: each head alone.
+template <class S>
 inline int64_t heads_together(const Arguments& a, int64_t rows) {
   const bool side_by_side = a.k.head > 0 && a.k.head * a.kv_heads <= a.k.row;
   // shorter sequences are in a cache, and are better divided by heads
-  const bool coded = a.quantised.codes != Codes::none;
+  const bool coded = S::kLanes >= 16 && a.quantised.codes != Codes::none;
   if (rows > kFewRows || a.kv_len < 2048 || a.cu_q || !side_by_side || coded) return 1;
   return smaller<int64_t>(a.kv_heads, kMostTogether);
 }
@@ -122,7 +123,7 @@ inline Division divide(const Arguments& a) {
     while (d.rows > kRows && d.heads * blocks_of(rows, d.rows) < (sparse ? 32 : 64)) d.rows /= 2;
     d.rows = smaller(d.rows, round_up(rows, rows <= kFewRows ? 4 : 16));
   }
-  d.together = heads_together(a, rows);
+  d.together = heads_together<S>(a, rows);
   count_items(a, rows, &d);
   // parts of 1,024 keys at most of long sequences, of 512 at least, or of 2,048 of several heads
   const int64_t tasks = larger<int64_t>(a.batch * d.tasks_per_batch, 1), long_parts = kv_len / 1024;
