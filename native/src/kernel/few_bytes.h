@@ -220,7 +220,7 @@ POLYATTN_INLINE void few_byte_columns(const int8_t (&high)[R][kCodedTurn], const
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    S::in_order(found[r]);
+    S::turn_quarters(found[r]);
     const Vec factor = S::fill(planes[r].factor);
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n) {

@@ -125,6 +125,7 @@ class FewRows {
   // How many rows before they are read rows are fetched. A row of `count` heads that are met together is longer.
   static constexpr int64_t ahead(int count) {
     constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
+    static_assert(kAhead <= kAheadCodes && S::kLanes <= kRowsAtOnce);  // so many rows are located
     return count > 1 ? smaller<int64_t>(kTurn<S>, kAhead) : kAhead;
   }
 

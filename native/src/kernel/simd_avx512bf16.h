@@ -134,6 +134,7 @@ struct PairSimd : Simd {
     sum = _mm512_add_epi32(sum, whole);
   }
   // Four rows of up to 64 codes + 128 as lanes of one column: of each 16 columns the V / 4 that `part` says.
+  // Sums of all four are in order after turn_quarters().
   template <int V>
   static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int part,
                                                Ints (&to)[V]) {
@@ -148,15 +149,6 @@ struct PairSimd : Simd {
       to[i] = _mm512_unpacklo_epi16(first, second);
       to[i + 1] = _mm512_unpackhi_epi16(first, second);
     }
-  }
-  // Sums of 64 columns from the order of interleave_bytes to their own.
-  static POLYATTN_INLINE void in_order(Vec (&x)[4]) {
-    const Vec a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
-    const Vec c = _mm512_shuffle_f32x4(x[0], x[1], 0xee), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
-    x[0] = _mm512_shuffle_f32x4(a, b, 0x88);
-    x[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
-    x[2] = _mm512_shuffle_f32x4(c, d, 0x88);
-    x[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
   }
 
   // Units of the first n elements, no more than there are; the others are 0.

@@ -303,11 +303,6 @@ struct Simd {
       });
     }
   }
-  static POLYATTN_INLINE void in_order(Vec (&x)[4]) {
-    Vec y[4];
-    for (int c = 0; c < 64; ++c) y[c / 16].x[c % 16] = x[c % 16 / 4].x[c / 16 * 4 + c % 4];
-    for (int i = 0; i < 4; ++i) x[i] = y[i];
-  }
   // Units of two bfloat16; see simd_avx512bf16.h.
   static POLYATTN_INLINE float unit(float low, float high) {
     BF16 first, second;
