@@ -189,3 +189,32 @@ def test_tolerance_wants_infinities_where_they_belong() -> None:
     assert measure(torch.tensor([-math.inf, 0.0]), yardstick) is None
     assert measure(torch.tensor([0.0, 0.0]), yardstick) is not None
     assert measure(torch.tensor([-1e30, 0.0]), yardstick) is not None
+
+
+def _against_what_is_lost(seen: torch.Tensor, kept: torch.Tensor) -> list[str]:
+    """Name the gradients that are out of bounds once the keys that are not `kept` have gone."""
+    truth, without = naive(STEEP, seen), naive(STEEP, kept)
+    found = []
+    for name in ("key", "value"):
+        exact, scale = truth.values[name], truth.scale[name]
+        baseline = naive(STEEP, seen, torch.float32).values[name]
+        yardstick = Yardstick(
+            name, exact, scale, truth.score, lambda x=baseline: x, beyond=truth.beyond.get(name)
+        )
+        if measure(without.values[name].float(), yardstick) is not None:
+            found.append(name)
+    return found
+
+
+STEEP = build(
+    Case(seed=256461451, b=1, t=1, s=463, n=8, k=8, layout="BNTH",
+         bias=("alibi", False, "own"), grad="qkv")
+)  # fmt: skip
+
+
+def test_gradients_of_probabilities_that_underflow_may_be_0_and_no_others() -> None:
+    seen = allowed(STEEP.case, None)
+    p = naive(STEEP, seen).scale["value"].sum(-1) / STEEP.grad_out.double().abs().sum(-1)
+    tiny = torch.finfo(torch.float32).tiny
+    assert _against_what_is_lost(seen, seen & (p[:, :, None] > 4 * tiny)) == []
+    assert _against_what_is_lost(seen, seen & (p[:, :, None] > 1e3 * tiny)) == ["key", "value"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from polyattn.conformance.byte_rounding import byte_rounding, multiplies_bytes
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs
+from polyattn.conformance.tolerance import FEW
 from polyattn.masks import And, BlockMap, Causal, Mask, Not, Or, Packed
 from polyattn.masks.biases import Alibi
 
@@ -187,7 +188,8 @@ class Answer:
 
     `scale`, of the truth only, has the sum of the absolute values of the terms that make up each
     value: rounding is in proportion to it. `score` is the largest such sum behind a score. `beyond`
-    is what values may be off beside that, where there is such a thing (see `byte_rounding`).
+    is what values may be off beside that, where there is such a thing: what underflows, and what
+    products of bytes round (see `byte_rounding`).
     """
 
     values: dict[str, Tensor]
@@ -214,9 +216,22 @@ def naive(inputs: Inputs, seen: Tensor, dtype: torch.dtype = torch.float64) -> A
     values = {name: x.detach() for name, x in values.items() if name != "lse" or case.lse}
     with torch.no_grad():
         score = float(scores.max()) if scores.numel() else 0.0
-        scales = _scales(inputs, leaves, weights.detach(), lse.detach(), q, k, v)
-        beyond = _beyond(inputs, weights.detach()[..., : case.s], q, k, v, seen)
+        weights = weights.detach()
+        row = _row_sums(inputs, weights, lse.detach(), v)
+        scales = _scales(inputs, leaves, weights, row, q, k, v)
+        scales["lse"] = torch.ones_like(lse[0] if case.packed else lse)
+        beyond = _beyond(inputs, weights[..., : case.s], q, k, v, seen)
+        lost = _underflowing(weights, inputs.q.dtype)
+        if bool(lost.any()):
+            for name, x in _scales(inputs, leaves, lost, row, q, k, v).items():
+                beyond[name] = beyond.get(name, 0) + x
         return Answer(values, scales, score, beyond)
+
+
+def _underflowing(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return those probabilities that may be 0 in the accumulation type, and 0 for all others."""
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32))
+    return torch.where(weights < FEW * wide.tiny, weights, 0)
 
 
 def _beyond(
@@ -323,30 +338,39 @@ def _added(inputs: Inputs, array: Tensor, case: Case) -> Tensor:
     return -slopes[:, :, None, None] * distance
 
 
+def _row_sums(inputs: Inputs, w: Tensor, lse: Tensor, v: Tensor) -> Tensor:
+    """Return (B, N, T, 1): what the backward pass takes from each row, as a sum of magnitudes."""
+    case = inputs.case
+    if not inputs.leaves:
+        return torch.zeros_like(lse)[..., None]
+    dp = _heads_second(inputs.grad_out.cpu().to(v.dtype), case).abs() @ v.abs().mT
+    row = (w[..., : case.s] * dp).sum(-1, keepdim=True)
+    if case.lse:
+        row = row + inputs.grad_lse.cpu().to(v.dtype).abs().reshape(lse.shape)[..., None]
+    return row
+
+
 def _scales(
     inputs: Inputs,
     leaves: dict[str, Tensor],
     w: Tensor,
-    lse: Tensor,
+    row: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
 ) -> dict[str, Tensor]:
-    """Replace each sum of the formulas by the sum of its terms' absolute values."""
+    """Replace each sum of the formulas by the sum of its terms' absolute values.
+
+    `w` are the probabilities, or those of them whose share in the values is asked for.
+    """
     case = inputs.case
     q, k, v = q.abs(), k.abs(), v.abs()
     p = w[..., : case.s]
     scales = {"out": _as_called(p @ v, case)}
-    scales["lse"] = torch.ones_like(lse[0] if case.packed else lse)
     if not inputs.leaves:
         return scales
     g = _heads_second(inputs.grad_out.cpu().to(q.dtype), case).abs()
-    dp = g @ v.mT
-    through_lse = torch.zeros_like(lse)
-    if case.lse:
-        through_lse = inputs.grad_lse.cpu().to(q.dtype).abs().reshape(lse.shape)
-    row = (p * dp).sum(-1, keepdim=True) + through_lse[..., None]
-    ds = p * (dp + row)
+    ds = p * (g @ v.mT + row)
     scale = abs(case.scale) if case.scale is not None else 1.0 / math.sqrt(case.h)
     shared = (q.shape[0], case.k, case.n // case.k)
 

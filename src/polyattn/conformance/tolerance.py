@@ -30,9 +30,9 @@ beyond that, in ulps `u` of the dtype of the value:
   each of the L terms, too (score gradients of 1e-7 in float16 lie there): each is off by up to
   u/2 * smallest normal times the entry it meets, which is a few in size, and L of them add up as
   sqrt(L): + FEW * u * smallest normal * sqrt(L) / 2.
-- probabilities below the smallest normal number of the accumulation type may be 0: exponentials by
-  polynomials end there, and processors are told to. Each meets entries of a few in size:
-  + FEW * smallest normal number of that type.
+- probabilities below FEW smallest normal numbers of the accumulation type may be 0: exponentials by
+  polynomials end there, and processors are told to. An element may be off by what these add to it
+  (`beyond`), and by FEW smallest normal numbers for products that end there.
 - products of bytes round to 16 bits of the largest, see :mod:`polyattn.conformance.byte_rounding`.
 """
 
