@@ -1,15 +1,19 @@
 """Run transformers' own tests of models, stock and on polyattn, and compare each test.
 
-``scripts/transformers_suite.py SOURCES`` takes the unpacked sources of the installed version,
+``scripts/transformers_suite.py SOURCES`` takes the sources of the installed version: a checkout of
+https://github.com/huggingface/transformers, or what PyPI has,
 
     pip download --no-deps --no-binary :all: transformers==VERSION && tar xzf transformers-*.tar.gz
 
-and applies what their ``tests/test_modeling_common.py`` asks of every model to small models of the
-main families, on the CPU; ``--files llama bert`` to those of these names, which are transformers'
-``model_type``. Ways to run them:
+Of a checkout it runs the tests of the main families (``tests/models/llama/test_modeling_llama.py``)
+on the CPU. PyPI's has none of these: there what ``tests/test_modeling_common.py`` asks of every
+model is asked of small models. ``--files llama bert`` takes those of these names, transformers'
+``model_type``; ``--files generation/test_paged_attention.py`` a file below ``tests``. Ways to run
+them:
 
 - ``stock``: transformers alone, what the others are compared with;
-- ``interface``: polyattn's attention function and its mask function in the place of "sdpa";
+- ``interface``: polyattn's attention function and its mask function in the place of "sdpa" (and
+  of "paged|sdpa");
 - ``routed``: within ``route_sdpa``, where transformers' own "sdpa" calls torch's function.
 
 A test that only polyattn fails, by saying that it cannot (as of ``output_attentions``), is counted
@@ -138,18 +142,33 @@ def tests_of(name: str) -> type:
     return type("CommonTest", (common.ModelTesterMixin, unittest.TestCase), held)
 
 
+def own_tests(name: str) -> Path | None:
+    """Return the file of a family's own tests, or of that name, in the sources; None without."""
+    tests = Path("tests")
+    if name.endswith(".py"):
+        return tests / name
+    from polyattn.bench.models.transformers_models.model_classes import config_class_of
+
+    family = config_class_of(name).__module__.split(".")[-2]
+    found = tests / "models" / family / f"test_modeling_{family}.py"
+    return found if found.is_file() else None
+
+
 def run_child(way: str, name: str, match: str, log: Path, done: list[str]) -> int:
     """Run one family's tests in this process, one way, without the tests of `done`."""
     import pytest
 
     sys.path.insert(0, os.getcwd())
-    file = log.with_name(f"test_{name.replace('-', '_')}.py")
-    file.write_text(
-        "from transformers_suite import tests_of\n\n"
-        f"CommonTest = tests_of({name!r})\nCommonTest.__module__ = __name__\n"
-    )
-    arguments = [str(file), "-q", "--no-header", "-p", "no:cacheprovider", "-k", match]
-    arguments += ["--rootdir", str(file.parent), "-c", os.devnull]
+    arguments = ["-q", "--no-header", "-p", "no:cacheprovider", "-k", match]
+    file = own_tests(name)
+    if file is None:
+        file = log.with_name(f"test_{name.replace('-', '_')}.py")
+        file.write_text(
+            "from transformers_suite import tests_of\n\n"
+            f"CommonTest = tests_of({name!r})\nCommonTest.__module__ = __name__\n"
+        )
+        arguments += ["--rootdir", str(file.parent), "-c", os.devnull]
+    arguments.append(str(file))
     arguments += [part for test in done for part in ("--deselect", test)]
     with ExitStack() as around:
         ran = [] if way == "stock" else _on_polyattn(around, way)
@@ -170,7 +189,8 @@ def _on_polyattn(around: ExitStack, way: str) -> list[Any]:
         around.enter_context(route_sdpa())
     else:
         found = library()
-        found.attention["sdpa"], found.masks["sdpa"] = polyattn_attention, polyattn_mask
+        for name in ("sdpa", "paged|sdpa"):
+            found.attention[name], found.masks[name] = polyattn_attention, polyattn_mask
     return around.enter_context(record_selections())
 
 

@@ -41,6 +41,19 @@ def test_what_polyattn_says_it_cannot_is_no_difference(suite: Any) -> None:
     assert not suite.refused(row | {"verdict": "differs"})
 
 
+def test_tests_of_a_checkout_come_before_those_that_are_made(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert suite.own_tests("gemma3_text") is None
+    file = Path("tests", "models", "gemma3", "test_modeling_gemma3.py")
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert suite.own_tests("gemma3_text") == suite.own_tests("gemma3") == file
+    named = "generation/test_paged_attention.py"
+    assert suite.own_tests(named) == Path("tests", named)
+
+
 def test_other_versions_are_turned_away(tmp_path: Path) -> None:
     init = tmp_path / "src" / "transformers" / "__init__.py"
     init.parent.mkdir(parents=True)
