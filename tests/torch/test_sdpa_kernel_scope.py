@@ -1,7 +1,8 @@
 """torch's own switches (`sdpa_kernel`, `enable_*_sdp`) around polyattn's calls: obeyed, or refused.
 
 They restrict what is chosen by itself, as they do for torch's own function; requests to polyattn
-outrank them; where they leave nothing that can do the call, that is an error that names them.
+outrank them; where they leave nothing that can do the call, that is an error that names them. What
+torch's function has no words for they cannot mean, as long as its math path is on.
 """
 
 from __future__ import annotations
@@ -70,10 +71,27 @@ def test_switches_set_by_hand_are_the_same() -> None:
 
 
 def test_where_the_switches_leave_nothing_the_call_is_refused_and_they_are_named() -> None:
-    with sdpa_kernel(MATH), pytest.raises(Unsupported, match="sdpa_kernel"):
+    with sdpa_kernel(FLASH), pytest.raises(Unsupported, match="sdpa_kernel"):
         attention(Q, Q, Q, softcap=20.0)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(Unsupported, match="sdpa_kernel"):
         attention(Q, Q, Q)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"softcap": 20.0, "return_lse": True}])
+def test_a_call_that_is_none_of_torchs_runs_where_the_math_path_is_left(
+    options: dict[str, object],
+) -> None:
+    free = ran_on(**options)
+    with sdpa_kernel(MATH):
+        assert ran_on(**options) == "reference"
+        written_out = attention(Q, Q, Q, **options)
+    with sdpa_kernel([FLASH, SDPBackend.EFFICIENT_ATTENTION, MATH]):
+        assert ran_on(**options) == free
+        torch.testing.assert_close(attention(Q, Q, Q, **options), written_out)
+    with sdpa_kernel([FLASH, MATH]):
+        assert ran_on(**options) == free
+    with sdpa_kernel([FLASH, SDPBackend.EFFICIENT_ATTENTION]), pytest.raises(Unsupported):
+        attention(Q, Q, Q, **options)
 
 
 @pytest.mark.parametrize("backend", ["sdpa_flash", "reference"])

@@ -45,6 +45,15 @@ def test_one_graph_serves_masks_of_many_lengths(kind: str, dynamic: bool | None)
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("door", [sdpa, attention])
+@pytest.mark.parametrize("place", range(3))
+def test_a_last_stride_that_is_a_symbol(door: Any, place: int) -> None:
+    inputs = [torch.randn(2, 3, 5, 16) for _ in range(3)]
+    inputs[place] = torch.randn(2, 3, 5, 32)[..., ::2]
+    compiled, _ = counted(lambda q, k, v: door(q, k, v), dynamic=True)
+    torch.testing.assert_close(compiled(*inputs), door(*inputs))
+
+
 MASKS = {
     "dense": lambda b, t: Dense(torch.rand(t, t) > 0.2) & Causal(),
     "padding": lambda b, t: Padding(kv_lengths=torch.randint(0, t, (b,))) & Window(40),

@@ -186,10 +186,11 @@ def _within(left: frozenset[str] | None, decisions: dict[str, Decision]) -> dict
     """Keep an automatic choice to the kernels that torch's own switches leave.
 
     A program that turns kernels off, as ``torch.nn.attention.sdpa_kernel`` does, has said what is
-    to run: what is left, and nothing else.
+    to run: what is left, and nothing else, unless the call is none of torch's function.
     """
     if left is None:
         return decisions
+    kept = left | _beyond_torch(left, decisions)
     why = Reason(
         "switches",
         "torch's own switches set",
@@ -198,10 +199,25 @@ def _within(left: frozenset[str] | None, decisions: dict[str, Decision]) -> dict
     )
     return {
         name: decision
-        if name in left
+        if name in kept
         else Rejected((why, *(decision.reasons if isinstance(decision, Rejected) else ())))
         for name, decision in decisions.items()
     }
+
+
+def _beyond_torch(left: frozenset[str], decisions: Mapping[str, Decision]) -> frozenset[str]:
+    """Return what else may run a call that torch's function has no words for, as of soft caps.
+
+    The math path is what torch leaves on for whatever its other kernels cannot do. So where it is
+    left, and cannot: alone it stands for scores that are written out, as the reference does; beside
+    others it is no wish of a kind, and every backend may run the call but what is switched off.
+    """
+    able = any(isinstance(decisions.get(name), Accepted) for name in left)
+    if able or "sdpa_math" not in left:
+        return frozenset()
+    if len(left) == 1:
+        return frozenset({"reference"})
+    return frozenset(name for name in decisions if not name.startswith("sdpa_"))
 
 
 def _of_other_frameworks(

@@ -72,8 +72,7 @@ def plain_model_of(q: Any, k: Any, v: Any, turned: bool, asked: Any, limits: Any
     fixed = [number_of(x) for x in (n, k.shape[ni], q.shape[3], v.shape[3])]
     arrays = []
     for x in (q, k, v):
-        unit = x.stride(3) == 1 or x.shape[3] <= 1
-        arrays.append([x.dtype, x.device, x.requires_grad, unit])
+        arrays.append([x.dtype, x.device, x.requires_grad, _has_unit_stride(x)])
     order = 0 if t == s else -1 if t < s else 1
     bounds = (bound_of(b), 0 if order == 0 else bound_of(t), order)
     found, stand_in = (turned, fixed, arrays), 0
@@ -85,6 +84,13 @@ def plain_model_of(q: Any, k: Any, v: Any, turned: bool, asked: Any, limits: Any
                 stand_in = number
                 break
     return sizes, found, (*bounds, stand_in)
+
+
+def _has_unit_stride(x: Tensor) -> bool:
+    """Say whether entries of the last dim are neighbours; decided, as a symbol is no constant."""
+    if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1:  # noqa: SIM103
+        return True
+    return False
 
 
 def model_of_plain(found: Any) -> Any:
@@ -235,7 +241,7 @@ class Names:
         if x.is_nested or x.layout != torch.strided:
             form = "nested" if x.is_nested else "sparse"
             return (ARRAY, (), x.dtype, str(x.device), x.requires_grad, True, form)
-        unit = x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1
+        unit = _has_unit_stride(x)
         shape = tuple([self.of(size) for size in x.shape]) if shaped else ()
         return (ARRAY, shape, x.dtype, str(x.device), x.requires_grad, unit, "strided")
 

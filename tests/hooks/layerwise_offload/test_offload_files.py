@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -70,6 +72,51 @@ def test_files_that_are_deleted_do_no_harm(tmp_path: Path) -> None:
             file.unlink()
         assert torch.equal(model(X), frozen()(X))
     assert torch.equal(model(X), frozen()(X))
+
+
+def test_a_relative_folder_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, reference = frozen(), frozen()
+    with away(model, Path("weights")):
+        monkeypatch.chdir("elsewhere")
+        for each in (model, reference):
+            each.blocks[1].up.weight.data.mul_(2)
+        assert torch.equal(model(X), reference(X))
+        assert list(Path.cwd().iterdir()) == []
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_folder_that_is_deleted_is_made_again(tmp_path: Path) -> None:
+    model, reference = frozen(), frozen()
+    with away(model, tmp_path / "weights"):
+        shutil.rmtree(tmp_path / "weights")
+        for each in (model, reference):
+            each.blocks[1].up.weight.data.mul_(2)
+        assert torch.equal(model(X), reference(X))
+
+
+def test_changed_weights_do_not_fill_the_disk(tmp_path: Path) -> None:
+    model, reference = frozen(), frozen()
+    with away(model, tmp_path):
+        for _ in range(3):
+            for each in (model, reference):
+                each.blocks[1].up.weight.data.mul_(2)
+            assert torch.equal(model(X), reference(X))
+        assert len(list(tmp_path.glob("*.weights"))) == 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are not listed")
+def test_a_model_that_is_dropped_leaves_no_file_open(tmp_path: Path) -> None:
+    model = frozen()
+    handle = away(model, tmp_path)
+    model(X)
+    del model, handle
+    gc.collect()
+    links = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    assert not [link for link in links if str(tmp_path) in link]
 
 
 def test_files_that_are_written_to_are_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,35 @@ def test_gradients_of_inputs(tmp_path: Path) -> None:
             found.append(x.grad)
         assert handle.report().slots_added == handle.report().slots_given_up == 0
     assert torch.equal(*found)
+
+
+def test_backward_passes_of_threads(tmp_path: Path) -> None:
+    model, wrong = frozen(), []
+    x = X.clone().requires_grad_()
+    (want,) = torch.autograd.grad(model(x).sum(), x)
+
+    def work() -> None:
+        for _ in range(10):
+            x = X.clone().requires_grad_()
+            (found,) = torch.autograd.grad(model(x).sum(), x)
+            if not torch.equal(found, want):
+                wrong.append(found)
+
+    with offload(model, device="cpu", disk=tmp_path):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_backward_after_detaching_is_an_error(tmp_path: Path) -> None:
+    model, x = frozen(), X.clone().requires_grad_()
+    with offload(model, device="cpu", disk=tmp_path):
+        loss = model(x).sum()
+    with pytest.raises(OffloadError, match=r"blocks\.5 after detach\(\)"):
+        loss.backward()
 
 
 def test_what_was_changed_between_forward_and_backward_is_an_error(tmp_path: Path) -> None:

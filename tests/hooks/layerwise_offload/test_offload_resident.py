@@ -311,6 +311,48 @@ def test_tied_weights_are_one(tmp_path: Path) -> None:
         assert model["b"].weight is model["a"].weight
 
 
+def test_values_that_torch_only_marks_as_negated_or_conjugate(tmp_path: Path) -> None:
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conjugate = nn.Parameter(torch.randn(64, 64, dtype=torch.cfloat).conj())
+            self.negated = nn.Parameter(torch.randn(64, 64, dtype=torch.cfloat).conj().imag)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.cfloat) @ self.conjugate).imag @ self.negated
+
+    model = nn.Sequential(*(Marked() for _ in range(3))).requires_grad_(False)
+    want = model(X)
+    x, grads = X.clone().requires_grad_(), []
+    grads += torch.autograd.grad(model(x).sum(), x)
+    with away(model, tmp_path):
+        assert torch.equal(model(X), want)
+        grads += torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(model(X), want) and torch.equal(*grads)
+
+
+def test_a_subclass_that_holds_more_than_tensors(tmp_path: Path) -> None:
+    distributed = pytest.importorskip("torch.distributed.tensor")  # its tensors name their mesh
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).requires_grad_(False)
+        for layer in model:
+            for name, given in list(layer.named_parameters()):
+                spread = distributed.distribute_tensor(given, mesh)
+                setattr(layer, name, nn.Parameter(spread, requires_grad=False))
+        x = distributed.distribute_tensor(X, mesh)
+        want = model(x).full_tensor()
+        with away(model, tmp_path) as handle:
+            assert len(handle.units) == 3
+            assert torch.equal(model(x).full_tensor(), want)
+        assert torch.equal(model(x).full_tensor(), want)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_two_lists_and_nested_ones(tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -419,6 +461,23 @@ def test_a_call_without_values_is_an_error(
             call()
         assert torch.equal(model(X), reference(X))
     assert torch.equal(torch.export.export(model, (X,)).module()(X), reference(X))
+
+
+@pytest.mark.parametrize("where", ["in a block", "in a scope"])
+def test_detaching_in_the_middle(
+    model: Model, reference: Model, tmp_path: Path, where: str
+) -> None:
+    handle = away(model, tmp_path)
+    if where == "in a block":
+        model.blocks[2].up.register_forward_hook(lambda *given: handle.detach())
+        assert torch.equal(model(X), reference(X))
+    else:
+        with handle.loaded("blocks.2"):
+            handle.detach()
+            model.blocks[2].up.weight.data.mul_(2)
+            reference.blocks[2].up.weight.mul_(2)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(model(X), reference(X))
 
 
 def test_enabling_twice_is_one(model: Model, tmp_path: Path) -> None:

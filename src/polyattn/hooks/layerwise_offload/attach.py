@@ -16,7 +16,6 @@ from polyattn.hooks.layerwise_offload.homes import Homes
 from polyattn.hooks.layerwise_offload.leaves import Leaf, leaves_of, put_data
 from polyattn.hooks.layerwise_offload.placement import Placement
 from polyattn.hooks.layerwise_offload.segments import Layout, Segment, bytes_of, segments_of
-from polyattn.hooks.layerwise_offload.sources import Source
 from polyattn.hooks.layerwise_offload.survey import Found, Survey, to_stream
 from polyattn.hooks.layerwise_offload.unit import Unit
 
@@ -144,7 +143,8 @@ class Attached:
         memory = self.carrier.slot(unit.nbytes)
         self.carrier.await_filled(self.carrier.fetch(unit.home, memory, unit.nbytes, ()))
         unit.stay(memory)
-        self._let_go(unit.home)
+        self.carrier.drain()  # copies that nobody waits for may be reading it still
+        unit.home.close()
 
     def go(self, unit: Unit) -> None:
         """Put a unit away again that was to stay."""
@@ -174,14 +174,10 @@ class Attached:
         if unit.shown is None:
             old.check()
         unit.settle_in(layout, home)
-        self._let_go(old)
+        self.carrier.drain()  # copies that nobody waits for may be reading it still
+        self.homes.replaced(old)
         streamed = {id(leaf.tensor) for leaf in moved}
         _move([leaf for leaf in leaves if id(leaf.tensor) not in streamed], self.carrier.device)
-
-    def _let_go(self, home: Source) -> None:
-        """Give up a home, which copies that nobody waits for may be reading still."""
-        self.carrier.drain()
-        home.close()
 
     def _inner(self, unit: Unit, module: nn.Module) -> list[nn.Module]:
         """Return the modules of other units within one of this unit's."""

@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class DirectFile:
         """`descriptor`: of the open file; `path`: where it was opened."""
         self._cached = descriptor
         self._direct = _open_direct(descriptor, path)
+        # who drops a model without detaching it leaves no file open
+        self._close_direct = weakref.finalize(self, _close, self._direct)
 
     def read(self, start: int, into: memoryview) -> int:
         """Read some bytes, at least one before the end of the file; return how many."""
@@ -60,11 +63,12 @@ class DirectFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._close_direct()  # a file system that promises it and does not do it
+            self.close()  # a file system that promises it and does not do it
             return os.preadv(self._cached, [into], start)
 
     def close(self) -> None:
         """Close what was opened here."""
+        self._direct = -1
         self._close_direct()
 
     def _straight(self, start: int, into: memoryview) -> int:
@@ -80,10 +84,10 @@ class DirectFile:
         np.copyto(memory[:count], bounce[start - first : start - first + count])
         return count
 
-    def _close_direct(self) -> None:
-        if self._direct >= 0:
-            os.close(self._direct)
-            self._direct = -1
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def _open_direct(descriptor: int, path: Path) -> int:

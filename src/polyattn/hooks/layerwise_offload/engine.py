@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.devices import Carrier, Fetch
 from polyattn.hooks.layerwise_offload.meter import Meter
 from polyattn.hooks.layerwise_offload.order import LearnedOrder
+from polyattn.hooks.layerwise_offload.segments import Place
 from polyattn.hooks.layerwise_offload.slots import Slot, Slots
 from polyattn.hooks.layerwise_offload.unit import Unit
 from polyattn.torch.internals import current_graph_task
@@ -69,6 +72,7 @@ class Engine:
         self._passes = 0
         self._backward = -1  # the backward pass that runs, as autograd numbers them
         self._process = os.getpid()
+        self._closed = False
         self._copying: list[Fetch] = []  # from weights that anybody may change after the pass
 
     # -- passes -----------------------------------------------------------------------------------
@@ -91,7 +95,7 @@ class Engine:
             if self._passes == 0:
                 return
             self._passes -= 1
-            if self._passes:
+            if self._passes or self._closed:
                 return
             if failed:
                 self.order.abandon()
@@ -138,6 +142,9 @@ class Engine:
         use = Use(unit)
         with self._lock:
             self._check_process()
+            if self._closed:  # by another thread: the weights are where they belong
+                use.done = True
+                return use
             if unit.uses == 0:
                 self._look_for_changes(unit)
             slot, missed = self._bring(unit)
@@ -145,21 +152,33 @@ class Engine:
             fetch = slot.fetch
         try:
             self.fetch_ahead()
-            asked = self.carrier.stamp()
-            if fetch is not None:
-                self.carrier.await_filled(fetch)
+            self._show(use, slot, fetch, missed)
+        except BaseException as error:
             with self._lock:
-                use.began = self.meter.used(unit.index, fetch, asked, missed)
-                self._note_use(slot, unit)
-                if unit.shown is None:
-                    unit.show(slot.memory)
-        except BaseException:
-            with self._lock:
-                unit.uses -= 1
+                if not use.done:
+                    unit.uses -= 1
                 if slot.fetch is fetch and unit.shown is None:
                     self.slots.empty(slot)
+                if self._closed and isinstance(error, CancelledError):
+                    use.done = True  # it was detached while this waited
+                    return use
             raise
         return use
+
+    def _show(self, use: Use, slot: Slot, fetch: Fetch | None, missed: bool) -> None:
+        """Wait for a slot to be filled, and let the unit be what it holds."""
+        unit, asked = use.unit, self.carrier.stamp()
+        if fetch is not None:
+            self.carrier.await_filled(fetch)
+        with self._lock:
+            if self._closed:
+                unit.uses -= 1
+                use.done = True
+                return
+            use.began = self.meter.used(unit.index, fetch, asked, missed)
+            self._note_use(slot, unit)
+            if unit.shown is None:
+                unit.show(slot.memory)
 
     def leave(self, use: Use) -> None:
         """Let a unit go; what was changed in it goes home first."""
@@ -168,6 +187,9 @@ class Engine:
                 return
             use.done = True
             unit = use.unit
+            if self._closed:  # whoever detached has seen to the weights
+                unit.uses -= 1
+                return
             self.meter.left(unit.index, use.began)
             try:
                 if unit.uses == 1:
@@ -194,12 +216,18 @@ class Engine:
             finally:
                 self.leave(use)
 
-    def borrow(self, unit: Unit) -> Tensor:
-        """Return a unit's slot, filled, for who takes a view of it at once, as backward does.
+    def borrow(self, unit: Unit, place: Place) -> Tensor:
+        """Return a view of a unit's slot, filled, as backward asks for it.
 
-        The view keeps the slot from being filled with anything else as long as it lives.
+        The view keeps the slot from being filled with anything else as long as it lives, and is
+        made before another thread may look for a slot.
         """
         with self._lock:
+            if self._closed:
+                raise OffloadError(
+                    f"got a backward pass through {unit.name} after detach(), expected it before, "
+                    "for what it needs of the weights streams: call backward first"
+                )
             if unit.uses == 0:
                 self._look_for_changes(unit)
             slot, missed = self._bring(unit)
@@ -208,7 +236,7 @@ class Engine:
                 self.carrier.await_filled(slot.fetch)
             self.meter.used(unit.index, slot.fetch, asked, missed)
             self._note_use(slot, unit)
-            return slot.memory
+            return place.over(slot.memory)
 
     def fetch_ahead(self) -> None:
         """Begin to fetch what is expected next, as far as there are slots for it."""
@@ -243,7 +271,7 @@ class Engine:
         self._copying.clear()
 
     def _fetch_ahead(self) -> None:
-        if not self._passes or self.depth == 0:
+        if not self._passes or self.depth == 0 or self._closed:
             return
         soon: list[int] = []
         for index in self.order.expected():
@@ -303,7 +331,7 @@ class Engine:
     def _take_home(self, unit: Unit) -> None:
         """Bring what a unit's slot holds to its home, and go on showing it."""
         shown = unit.shown
-        if shown is None or unit.was_replaced():
+        if shown is None or self._closed or unit.was_replaced():
             return  # who leaves last sees to it
         self._store(unit, False)
         unit.show(shown)
@@ -339,7 +367,8 @@ class Engine:
         self.slots.forget_all()
 
     def close(self) -> None:
-        """Wait for all copies and give up the slots."""
+        """Wait for all copies and give up the slots; calls that go on have no say any more."""
         with self._lock:
+            self._closed = True
             self.slots.close()
             self.carrier.drain()

@@ -139,15 +139,15 @@ class LayerwiseOffload:
 
     def _stop(self) -> None:
         self._plan = self.plan
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()  # first: who calls a block without its hook needs slots that stay
         for _, _, attached in self._blocks:
             attached.detach()
         for handle in reversed(self._passes):
             handle.detach()
         self._blocks.clear()
         self._passes.clear()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
 
     def report(self) -> OffloadReport:
         """Return what was measured since the start: copies, waits, computation, memory."""

@@ -100,6 +100,12 @@ class Homes:
             to.copy_(given)
         return home
 
+    def replaced(self, home: Source) -> None:
+        """A unit has another home now: take away the file of the old one."""
+        home.close()
+        if self._own is not None and isinstance(home, FileSource) and home.own_path is not None:
+            self._own.drop(home.own_path)
+
     def _in_files(self, segment: Segment) -> FilePart | None:
         """Return where a segment lies in the model's files, if its bytes really are there."""
         for leaf, place in zip(segment.leaves, segment.places, strict=True):

@@ -23,7 +23,7 @@ from polyattn.torch.internals import (
     without_overrides,
 )
 
-__all__ = ["Leaf", "leaves_of", "plain", "put_data", "within_storage"]
+__all__ = ["Leaf", "inner_tensors", "leaves_of", "plain", "put_data", "within_storage"]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,9 +96,8 @@ def _modules(module: nn.Module, path: str, without: set[int]) -> Iterator[tuple[
 def _inside(name: str, tensor: Tensor, strict: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors of which a tensor is made, itself if it is one."""
     if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for each in names:
-            yield from _inside(f"{name}:{each}", getattr(tensor, each), strict)
+        for each, inner in inner_tensors(tensor):
+            yield from _inside(f"{name}:{each}", inner, strict)
         return
     if is_movable(tensor):
         yield name, tensor
@@ -106,10 +105,17 @@ def _inside(name: str, tensor: Tensor, strict: bool) -> Iterator[tuple[str, Tens
     if not strict:
         return
     raise OffloadError(
-        f"got {name} of the class {type(tensor).__name__} ({tensor.layout}), expected tensors with "
-        "memory of their own, or of a class with __tensor_flatten__: name its module in "
-        "resident=[...] to leave it where it is"
+        f"got {name} of the class {type(tensor).__name__} ({tensor.dtype}, {tensor.layout}), "
+        "expected tensors with memory of their own, or of a class with __tensor_flatten__: name "
+        "its module in resident=[...] to leave it where it is"
     )
+
+
+def inner_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a subclass says it holds; DTensor names its mesh beside them."""
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = [(name, getattr(tensor, name)) for name in names]
+    return [(name, each) for name, each in held if isinstance(each, Tensor)]
 
 
 def is_movable(tensor: Tensor) -> bool:

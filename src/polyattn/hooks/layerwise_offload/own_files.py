@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ class OwnFiles:
     """A folder for weights that lie in no file yet."""
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: bool = False) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # wherever the process goes
         self.keep = keep
         self._made: set[Path] = set()
+        self._lent: Counter[Path] = Counter()
         self._remove = weakref.finalize(self, _remove, self._made, os.getpid())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +54,14 @@ class OwnFiles:
 
     def require(self, nbytes: int) -> None:
         """Raise unless that much fits on the disk."""
-        free = shutil.disk_usage(self.folder).free
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have taken it away
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            raise OffloadError(
+                f"got disk={str(self.folder)!r}, which is not there any more ({error.strerror}), "
+                "expected a folder that can be written to"
+            ) from error
         if nbytes > free:
             raise OffloadError(
                 f"got a disk with {free:,} bytes free at {self.folder}, expected {nbytes:,} for "
@@ -72,7 +81,19 @@ class OwnFiles:
             FilePart(file, offset, segment.nbytes)
             for offset, segment in zip(layout.offsets, layout.segments, strict=True)
         ]
+        self._lent[path] += 1
         return FileSource(layout, parts, own=file)
+
+    def drop(self, path: Path) -> None:
+        """Take away a file that one unit less lies in, if it was the last: it would fill the disk.
+
+        Others that have it open go on reading it.
+        """
+        self._lent[path] -= 1
+        if self._lent[path] <= 0 and path in self._made and not self.keep:
+            _remove({path}, os.getpid())
+            if not path.exists():  # else somebody has it open where that keeps it
+                self._made.discard(path)
 
     def close(self) -> None:
         """Take away what was made, unless it is to be kept."""

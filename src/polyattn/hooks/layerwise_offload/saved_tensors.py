@@ -56,12 +56,7 @@ def saving_references(engine: Engine, unit: Unit) -> AbstractContextManager[Any]
             return tensor
         if tensor.untyped_storage().data_ptr() != shown.untyped_storage().data_ptr():
             return tensor
-        place = Place(
-            int(tensor.storage_offset()) * tensor.element_size(),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.dtype,
-        )
+        place = Place.of(tensor, int(tensor.storage_offset()) * tensor.element_size())
         return _Reference(engine, unit, place, unit.generation)
 
     scope = saved_tensors_hooks(pack, _unpack)
@@ -78,6 +73,6 @@ def _unpack(saved: Any) -> Tensor:
             "forward pass, expected them as they were: change weights after backward"
         )
     saved.engine.begin_backward(current_graph_task(), queue_callback)
-    tensor = saved.place.over(saved.engine.borrow(saved.unit))
+    tensor = saved.engine.borrow(saved.unit, saved.place)
     saved.engine.fetch_ahead()
     return tensor

@@ -25,6 +25,14 @@ class Place:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int) -> Place:
+        """Return the place of a tensor that begins `offset` bytes after its memory does."""
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(offset, shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
     def over(self, memory: Tensor) -> Tensor:
         """Return the tensor over `memory`, the bytes of the segment (uint8, one dimension)."""
@@ -32,7 +40,10 @@ class Place:
         size = self.dtype.itemsize
         with torch.inference_mode(False), torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-            return empty.set_(memory.untyped_storage(), start // size, self.shape, self.strides)
+            found = empty.set_(memory.untyped_storage(), start // size, self.shape, self.strides)
+            # views that torch only marks, and does not compute: the same bytes, other values
+            found = torch._conj(found) if self.is_conj else found
+            return torch._neg_view(found) if self.is_neg else found
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +92,8 @@ def _segment(group: Sequence[tuple[object, int, int, int, Leaf]]) -> Segment:
                 "no whole number of its elements, expected tensors apart: clone one of them"
             )
         segment.leaves.append(leaf)
-        segment.places.append(
-            Place(start - first, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-        )
+        with plain():
+            segment.places.append(Place.of(tensor, start - first))
     return segment
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -106,6 +107,11 @@ class FileSource:
         ]
         self.sees_writes = can_see_changes()
         self._runs = _runs(self._parts, layout.offsets)
+
+    @property
+    def own_path(self) -> Path | None:
+        """The file that was made for it alone."""
+        return None if self._own is None else self._own.path
 
     @property
     def parts(self) -> list[FilePart]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from polyattn.hooks.layerwise_offload.leaves import Leaf, put_data
+from polyattn.hooks.layerwise_offload.leaves import Leaf, inner_tensors, put_data
 from polyattn.hooks.layerwise_offload.segments import Layout
 from polyattn.hooks.layerwise_offload.sources import Source
 from polyattn.torch.internals import is_wrapped_by_transform, own_buffers, own_parameters
@@ -102,8 +102,7 @@ class Unit:
                     for tensor in table.values():
                         found.append(id(tensor))
                         if tensor is not None and hasattr(tensor, "__tensor_flatten__"):
-                            names, _ = tensor.__tensor_flatten__()
-                            found += [id(getattr(tensor, name)) for name in names]
+                            found += [id(inner) for _, inner in inner_tensors(tensor)]
         return found
 
     def _are_lent(self) -> bool:

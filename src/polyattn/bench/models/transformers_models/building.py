@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polyattn.bench.models.transformers_models.model_classes import class_of, config_class_of
 from polyattn.bench.models.transformers_models.model_inputs import candidates, padded
+from polyattn.bench.models.transformers_models.recipe import Recipe
 from polyattn.bench.models.transformers_models.recipes import RECIPES
 from polyattn.bench.models.transformers_models.shrinking import ways
 
@@ -42,12 +43,12 @@ def built(name: str, layers: int = 2, weights: int = _MOST_WEIGHTS) -> Built:
     It has `layers` layers at least and no more `weights`.
     """
     failure: Exception | None = None
+    recipe = RECIPES.get(name, Recipe())
     for way in ways(layers):
         try:
-            config = config_class_of(name)()
+            config = (recipe.start or config_class_of(name))()
             way(config)
-            recipe = RECIPES.get(name)
-            if recipe is not None and recipe.change is not None:
+            if recipe.change is not None:
                 recipe.change(config)
             return _running(_made(class_of(name), config, weights), recipe)
         except Exception as error:  # the next way may do
@@ -73,8 +74,8 @@ def _made(kind: Any, config: Any, most: int) -> Any:
     return model
 
 
-def _running(model: Any, recipe: Any) -> Built:
-    tried = candidates(model) if recipe is None or recipe.inputs is None else recipe.inputs(model)
+def _running(model: Any, recipe: Recipe) -> Built:
+    tried = candidates(model) if recipe.inputs is None else recipe.inputs(model)
     failure: Exception | None = None
     for inputs in tried:
         try:

@@ -132,7 +132,13 @@ def _library_runs(found: Built, implementation: str, draws: int) -> _Runs:
 
 
 def _joined(runs: list[_Outputs]) -> _Outputs:
-    return {name: torch.cat([torch.atleast_1d(one[name]) for one in runs]) for name in runs[0]}
+    return {name: _in_one([torch.atleast_1d(one[name]) for one in runs]) for name in runs[0]}
+
+
+def _in_one(outputs: list[Tensor]) -> Tensor:
+    """Put outputs behind one another, as numbers alone where weights tell how many there are."""
+    of_one_shape = len({x.shape[1:] for x in outputs}) == 1
+    return torch.cat(outputs if of_one_shape else [x.flatten() for x in outputs])
 
 
 def _judge(row: Row, found: Built, ours: dict[str, _Outputs], stock: _Runs) -> None:
@@ -159,8 +165,10 @@ def exact_run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _wide(x: Any) -> Any:
-    if isinstance(x, list):
-        return [_wide(one) for one in x]
+    if isinstance(x, (list, tuple)):
+        return type(x)(_wide(one) for one in x)
+    if isinstance(x, dict):
+        return {name: _wide(one) for name, one in x.items()}
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 

@@ -98,6 +98,14 @@ def _forecast(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _patched(config: Any) -> dict[str, Any]:
+    """Series in patches, of which one begins with two that are padding."""
+    steps = 6 * config.patch_length
+    padding = torch.zeros(BATCH, steps, dtype=torch.long)
+    padding[0, : 2 * config.patch_length] = 1
+    return {"past_values": noise(BATCH, steps), "past_values_padding": padding}
+
+
 OWN_INPUTS: dict[str, Recipe] = {
     "audio-spectrogram-transformer": takes(
         lambda c: {"input_values": noise(BATCH, c.max_length, c.num_mel_bins)},
@@ -151,6 +159,7 @@ OWN_INPUTS: dict[str, Recipe] = {
         sets(dropout_rate=0.0),
     ),
     "timesfm": takes(_forecast),
+    "timesfm2_5": takes(_patched),
     "wav2vec2-bert": takes(
         lambda c: {"input_features": noise(BATCH, 20, c.feature_projection_input_dim)}
     ),

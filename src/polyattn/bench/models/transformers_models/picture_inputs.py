@@ -133,6 +133,18 @@ def _detected(config: Any) -> dict[str, Any]:
     }
 
 
+def _masked(config: Any) -> dict[str, Any]:
+    """What was detected, at three sizes of the picture, and the words asked for."""
+    width = config.hidden_size
+    return {
+        "decoder_queries": noise(BATCH, 5, width),
+        "backbone_features": [noise(BATCH, width, s * _SIDE, s * _SIDE) for s in (4, 2, 1)],
+        "encoder_hidden_states": noise(BATCH, _SIDE * _SIDE, width),
+        "prompt_features": noise(BATCH, TOKENS, width),
+        "prompt_mask": seen(TOKENS, TOKENS - 3).bool(),
+    }
+
+
 def _by_position(config: Any) -> dict[str, Any]:
     """Patches beside their columns and rows."""
     count = _SIDE * _SIDE
@@ -174,6 +186,9 @@ def _decoded_patches(config: Any) -> dict[str, Any]:
 _OF_PLACES = sets(image_token_index=_PLACE)
 
 PICTURE_INPUTS: dict[str, Recipe] = {
+    "bridgetower_vision_model": takes(
+        lambda c: {"image": noise(BATCH, 3, c.image_size, c.image_size)}, sets(hidden_size=64)
+    ),
     "blip-2": takes(
         lambda c: {
             "pixel_values": _picture(c.vision_config),
@@ -182,6 +197,7 @@ PICTURE_INPUTS: dict[str, Recipe] = {
         _OF_PLACES,
     ),
     "chameleon": sets(vocabulary_map={"<image>": _PLACE}),
+    "florence_vision": takes(lambda c: {"hidden_states": noise(BATCH, 3, 64, 64)}),
     "gemma4_vision": takes(_by_position),
     "idefics": takes(
         lambda c: {
@@ -201,12 +217,34 @@ PICTURE_INPUTS: dict[str, Recipe] = {
     "pix2struct_text_model": sets(initializer_range=0.02),
     "pix2struct_vision_model": takes(_placed_patches),
     "sam3_detr_decoder": takes(_detected),
+    "sam3_lite_text_detr_decoder": takes(_detected),
+    "sam3_lite_text_detr_encoder": takes(_levels),
+    "sam3_lite_text_mask_decoder": takes(_masked),
+    "sam3_mask_decoder": takes(_masked),
     "sam3_detr_encoder": takes(_levels),
     "siglip2": takes(lambda c: {"input_ids": words(c), **_patches(c)}),
     "siglip2_vision_model": takes(_patches),
     "udop": takes(_boxes),
     "video_llama_3_vision": takes(_merged),
+    "videoprism": takes(
+        lambda c: {
+            "pixel_values_videos": noise(BATCH, _FRAMES, 3, 72, 72),
+            "input_ids": words(c.text_config),
+            "attention_mask": seen(TOKENS, TOKENS - 4),
+        },
+        sets(
+            vision_config__image_size=72,
+            vision_config__num_frames=_FRAMES,
+            vision_config__num_spatial_layers=1,
+            vision_config__num_temporal_layers=1,
+            vision_config__num_auxiliary_layers=1,
+        ),
+    ),
     "videomae": takes(_film),
+    "vjepa2": takes(
+        lambda c: {"pixel_values_videos": noise(BATCH, _FRAMES, 3, 64, 64)},
+        sets(crop_size=64, frames_per_clip=_FRAMES),
+    ),
     "vivit": takes(_film, sets(num_frames=4)),
     "xclip": takes(_filmed_words),
     "xclip_vision_model": takes(

@@ -9,10 +9,14 @@ __all__ = ["Recipe", "sets", "takes"]
 
 
 class Recipe(NamedTuple):
-    """A change of the small configuration, and inputs that the model takes."""
+    """A change of the small configuration, and inputs that the model takes.
+
+    `start` makes the configuration to be made small, of a kind whose default none can be built of.
+    """
 
     change: Callable[[Any], None] | None = None
     inputs: Callable[[Any], Iterator[dict[str, Any]]] | None = None
+    start: Callable[[], Any] | None = None
 
 
 def sets(**values: Any) -> Recipe:

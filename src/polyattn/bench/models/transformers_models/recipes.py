@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.bench.models.transformers_models.backbone_inputs import BACKBONE_INPUTS
+from polyattn.bench.models.transformers_models.decoder_inputs import DECODER_INPUTS
+from polyattn.bench.models.transformers_models.grid_inputs import GRID_INPUTS
 from polyattn.bench.models.transformers_models.own_inputs import OWN_INPUTS
 from polyattn.bench.models.transformers_models.picture_inputs import PICTURE_INPUTS
+from polyattn.bench.models.transformers_models.placed_inputs import PLACED_INPUTS
 from polyattn.bench.models.transformers_models.recipe import Recipe, sets
+from polyattn.bench.models.transformers_models.sound_inputs import SOUND_INPUTS
 
 __all__ = ["RECIPES", "Recipe"]
 
@@ -71,4 +76,9 @@ RECIPES: dict[str, Recipe] = {
     "zamba": sets(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2),
     **OWN_INPUTS,
     **PICTURE_INPUTS,
+    **GRID_INPUTS,
+    **PLACED_INPUTS,
+    **BACKBONE_INPUTS,
+    **DECODER_INPUTS,
+    **SOUND_INPUTS,
 }
