@@ -171,8 +171,8 @@ def _repeated(pair: Pair) -> bool:
                     again["inside"] = False
 
         handles.append(block.register_forward_hook(call, with_kwargs=True))
-    try:
-        return pair.same() and pair.same()
+    try:  # some models count the calls of a block: their caches grow
+        return pair.fails_alike() or (pair.same() and pair.same())
     finally:
         for handle in handles:
             handle.remove()

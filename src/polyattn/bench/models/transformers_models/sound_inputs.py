@@ -141,7 +141,9 @@ SOUND_INPUTS: dict[str, Recipe] = {
     "qwen2_5_omni_bigvgan": takes(
         lambda c: {"mel_spectrogram": noise(BATCH, c.mel_dim, 4)}, sets(upsample_initial_channel=64)
     ),
-    "qwen2_5_omni_dit": takes(_synthesized, sets(look_ahead_layers=(1,), look_backward_layers=(0,))),
+    "qwen2_5_omni_dit": takes(
+        _synthesized, sets(look_ahead_layers=(1,), look_backward_layers=(0,))
+    ),
     "qwen3_asr_encoder": takes(_in_chunks),
     "vibevoice_acoustic_tokenizer": takes(
         lambda c: {"input_values": noise(BATCH, 1, 3200), "sample": False}
