@@ -305,6 +305,35 @@ def test_outputs_pass_through_transformations_and_plain_data() -> None:
     assert made.replace(lse=None).lse is None
 
 
+def test_a_cache_of_layers_passes_through_plain_data() -> None:
+    made = AttentionOutput(cache_view=[(KEY, V), {"lengths": jnp.arange(B)}])
+    again = AttentionOutput.from_json(made.to_json()).cache_view
+    np.testing.assert_array_equal(again[0][1], V)
+    np.testing.assert_array_equal(again[1]["lengths"], jnp.arange(B))
+
+
+@pytest.mark.parametrize(
+    "value", [jnp.ones(2, jnp.complex64), jax.random.key(0)], ids=["complex", "key"]
+)
+def test_what_is_no_plain_data_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidProblem, match="expected real numbers"):
+        AttentionOutput(lse=value).to_json()
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"array": [1, 2]},
+        {"array": [1], "shape": [1], "dtype": "float99"},
+        {"mesh": {"axes": {"dp": 1}, "types": ["Else"], "devices": None}},
+        {"axes": 5},
+    ],
+)
+def test_plain_data_of_others_is_refused(field: Any) -> None:
+    with pytest.raises(InvalidProblem, match=r"to_dict\(\) gives"):
+        AttentionOutput.from_dict({"lse": field})
+
+
 def wrong_calls() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"precision": "highest"}, "expected None"
     yield {"mask": jnp.ones((T, T))}, "an array of booleans"

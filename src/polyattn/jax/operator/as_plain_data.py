@@ -24,6 +24,13 @@ def described(value: Any) -> Any:
     if isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         return {"mesh": _of_mesh(value)}
     if isinstance(value, (jax.Array, np.ndarray)):
+        if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool) or (
+            jnp.issubdtype(value.dtype, jnp.complexfloating)
+        ):
+            raise InvalidProblem(
+                f"got an array of {value.dtype}, expected real numbers: replace(...) it by None "
+                "before it is written."
+            )
         array = np.asarray(value)
         wide = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
         return {
@@ -33,7 +40,9 @@ def described(value: Any) -> Any:
         }
     if isinstance(value, Mapping):
         return {"dict": {str(name): described(one) for name, one in value.items()}}
-    if not isinstance(value, (str, int, float, tuple, list, type(None))):
+    if isinstance(value, (tuple, list)):
+        return [described(one) for one in value]
+    if not isinstance(value, (str, int, float, type(None))):
         raise InvalidProblem(
             f"got a field of type {type(value).__name__}, expected plain data, arrays, or a dict "
             "of them: replace(...) it by None before it is written."
@@ -47,8 +56,21 @@ def restored(value: Any) -> Any:
     A mesh comes back over the devices that it had, or as one of shapes alone where they are not
     here: specs need no more.
     """
+    if isinstance(value, (tuple, list)):
+        return type(value)(restored(one) for one in value)
     if not isinstance(value, dict):
         return value
+    try:
+        return _restored(value)
+    except InvalidProblem:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidProblem(
+            f"got {value!r:.200}, expected what to_dict() gives of a field ({error})."
+        ) from error
+
+
+def _restored(value: dict[str, Any]) -> Any:
     if "dict" in value:
         return {name: restored(one) for name, one in value["dict"].items()}
     if "axes" in value:
