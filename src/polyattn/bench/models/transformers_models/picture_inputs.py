@@ -208,6 +208,9 @@ PICTURE_INPUTS: dict[str, Recipe] = {
     ),
     "instructblip": takes(_asked(1), _OF_PLACES),
     "instructblipvideo": takes(_asked(_FRAMES), sets(video_token_index=_PLACE)),
+    "janus_vqgan": takes(
+        lambda c: {"pixel_values": noise(BATCH, 3, 64, 64)}, sets(num_patches=4, base_channels=32)
+    ),
     "kosmos-2": takes(_placed, sets(latent_query_num=4)),
     "kosmos_2_5_vision_model": takes(_placed_patches),
     "llama4_vision_model": Recipe(_whole_mlp),

@@ -18,7 +18,7 @@ from polyattn.bench.models.transformers_models.recipe import Recipe, sets, takes
 
 __all__ = ["SOUND_INPUTS"]
 
-_FRAMES = 60
+_FRAMES, _FILTERS = 60, 2
 _HEARD = 60, 43
 """How many frames of each sound are no padding."""
 
@@ -146,13 +146,21 @@ SOUND_INPUTS: dict[str, Recipe] = {
     ),
     "qwen3_asr_encoder": takes(_in_chunks),
     "vibevoice_acoustic_tokenizer": takes(
-        lambda c: {"input_values": noise(BATCH, 1, 3200), "sample": False}
+        lambda c: {"input_values": noise(BATCH, 1, 3200), "sample": False},
+        sets(num_filters=_FILTERS),
     ),
     "vibevoice_acoustic_tokenizer_decoder": takes(
-        lambda c: {"hidden_states": noise(BATCH, c.hidden_size, 3)}
+        lambda c: {"hidden_states": noise(BATCH, c.hidden_size, 3)}, sets(num_filters=_FILTERS)
     ),
     "vibevoice_acoustic_tokenizer_encoder": takes(
-        lambda c: {"hidden_states": noise(BATCH, c.channels, 3200)}
+        lambda c: {"hidden_states": noise(BATCH, c.channels, 3200)}, sets(num_filters=_FILTERS)
+    ),
+    "vibevoice": sets(
+        audio_config__num_filters=_FILTERS, semantic_model_config__num_filters=_FILTERS
+    ),
+    "vibevoice_asr": sets(
+        acoustic_tokenizer_encoder_config__num_filters=_FILTERS,
+        semantic_tokenizer_encoder_config__num_filters=_FILTERS,
     ),
     "xcodec2": takes(_coded),
 }
