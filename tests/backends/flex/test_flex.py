@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from polyattn import Problem
 from polyattn.backends.flex.torch import flex_kernel as flex
@@ -477,6 +478,30 @@ def test_the_cache_of_blocks_is_bounded():
     assert 0 < len(cache._entries) < 100
     assert cache._bytes <= 2_000
     assert 99 in cache._entries
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("compile_from", [0, flex.COMPILE_FROM])
+def test_forward_mode(monkeypatch, compile_from, trains):
+    monkeypatch.setattr(flex, "COMPILE_FROM", compile_from)
+    inputs = arrays()
+    moved = [torch.randn_like(x) for x in inputs]
+    bias = DenseBias(torch.zeros(20, 33).index_fill(0, torch.tensor(3), float("-inf")))
+
+    def tangents(backend):
+        with forward_ad.dual_level():
+            given = [
+                forward_ad.make_dual(x.clone().requires_grad_(trains), t)
+                for x, t in zip(inputs, moved, strict=True)
+            ]
+            out = attention(*given, mask=Window(left=3, right=2), bias=bias, backend=backend)
+            return forward_ad.unpack_dual(out).tangent
+
+    torch.testing.assert_close(tangents("flex"), tangents("portable"))
+    call = lambda *given: attention(*given, mask=Causal(), backend="flex")  # noqa: E731
+    _, got = torch.func.jvp(call, tuple(inputs), tuple(moved))
+    call = lambda *given: attention(*given, mask=Causal(), backend="portable")  # noqa: E731
+    torch.testing.assert_close(got, torch.func.jvp(call, tuple(inputs), tuple(moved))[1])
 
 
 def test_the_cache_of_blocks_serves_threads():

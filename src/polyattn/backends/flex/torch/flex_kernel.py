@@ -33,7 +33,7 @@ from polyattn.backends.flex.torch.routes import Klass, Result, compiled, eager
 from polyattn.backends.flex.torch.terms import Spec, Terms, bias_rows, sink_rows, token_tables
 from polyattn.masks import STATIC_KINDS, Mask
 from polyattn.problem import Problem
-from polyattn.torch.internals import compiles_calls, require_cpp_compiler
+from polyattn.torch.internals import compiles_calls, dual_levels, require_cpp_compiler
 from polyattn.torch.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.kit.masking import Dims, expand_blocks, visible
 from polyattn.torch.kit.nan_isolation import hide, is_readable, mend
@@ -129,24 +129,28 @@ class _Attend:
         self.packed = problem.layout == "packed"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any) -> Result:
-        if not self.trains:  # FlexAttention refuses inputs that could have gradients, also unused
+        moves = dual_levels._current_level >= 0  # forward mode, whose tangents detach() drops
+        if not (self.trains or moves):  # it refuses inputs that could have gradients, also unused
             q, k, v = q.detach(), k.detach(), v.detach()
         grad = torch.enable_grad() if self.trains else torch.no_grad()
         with grad, torch.autocast(q.device.type, enabled=False):  # neither is to recompile
-            return self._attend(q, k, v, mask, bias, sinks)
+            return self._attend(q, k, v, mask, bias, sinks, moves)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any) -> Result:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any, moves: bool
+    ) -> Result:
         dims, readable = Dims.of(q, k), is_readable(q)
+        compiles, derives = self.compiles and not moves, self.trains or moves
         terms = self._terms(dims, q, mask, bias, sinks)
         blocks: Any = None
-        if mask is not None and self.compiles:
+        if mask is not None and compiles:
             blocks = self._blocks(mask, terms, dims, q.device)
-        if mask is not None and (self.trains or not readable):
+        if mask is not None and (derives or not readable):
             q, k, v = hide(q, k, v, visible(mask, dims, q.device) if blocks is None else blocks)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
-            if not self.compiles:
-                return eager(self.spec, q, k, v, terms, self.trains)
+            if not compiles:
+                return eager(self.spec, q, k, v, terms, derives)
             if terms.sinks is not None:
                 k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
             tensors = None if blocks is None else blocks.tensors
