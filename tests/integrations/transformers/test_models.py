@@ -208,6 +208,15 @@ def test_autocast() -> None:
     agree(got, stock, exact_run(model, inputs))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_shapes_alone(name: str) -> None:
+    """On the meta device a padding mask has no values to read, and eager attention reads none."""
+    model = small(name).to("meta")
+    inputs = {"input_ids": words(B, T), "attention_mask": padding(B, T, "left")}
+    got, ran = ours(model, lambda: model(**{k: x.to("meta") for k, x in inputs.items()}).logits)
+    assert got.is_meta and got.shape == (B, T, WORDS) and len(ran) == 2
+
+
 def test_a_layer_that_is_called_alone_is_causal_as_it_says() -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention
 

@@ -33,6 +33,8 @@ def keys_of(attention_mask: Tensor, batch: int, first: int, keys: int) -> Tensor
 
 def is_readable(tensor: Tensor) -> bool:
     """Say whether the values of a tensor may be read here: not while anything traces."""
+    if tensor.is_meta:  # it has none: a model is run for its shapes
+        return False
     return not (library().is_tracing(tensor) or are_transforms_active() or is_traced_by_proxies())
 
 
