@@ -190,6 +190,15 @@ def test_probabilities_are_refused() -> None:
         model.config.output_attentions = True
 
 
+def test_what_transformers_takes_from_a_configuration_of_pictures_is_passed_over() -> None:
+    # Molmo2's adapter hands it to its attention with everything else
+    model = small("llama")
+    plain, _ = ours(model, lambda: model(words(1, 4)).logits)
+    given = {"vision_feature_layer": [1, 0], "vision_feature_select_strategy": "full"}
+    named, _ = ours(model, lambda: model(words(1, 4), **given).logits)
+    assert torch.equal(named, plain)
+
+
 @pytest.mark.parametrize("given", [{"temperature": 0.7}, {"s_scale": torch.ones(4)}])
 def test_a_keyword_that_nobody_knows_is_refused_by_name(given: dict[str, Any]) -> None:
     model = small("llama")

@@ -10,7 +10,7 @@ import torch
 from polyattn.bench.models.transformers_models.model_inputs import BATCH, noise
 from polyattn.bench.models.transformers_models.recipe import Recipe, sets, takes
 
-__all__ = ["BACKBONE_INPUTS"]
+__all__ = ["BACKBONE_INPUTS", "SAM2_PARTS"]
 
 
 def _reads(*layers: int, **sizes: Any) -> Recipe:
@@ -70,10 +70,19 @@ _STAGES = {
     "window_size_per_stage": [8, 4, 6, 3],
 }  # fmt: skip
 _SAM2_VISION = {
-    "backbone_channel_list": [128, 64, 32, 16], "fpn_hidden_size": 32,
+    "backbone_channel_list": [128, 64, 32, 16], "fpn_hidden_size": 64,
     "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
     **{f"backbone_config__{name}": value for name, value in _STAGES.items()},
 }  # fmt: skip
+
+
+SAM2_PARTS: dict[str, Any] = {
+    **{f"vision_config__{name}": value for name, value in _SAM2_VISION.items()},
+    "prompt_encoder_config__hidden_size": 64, "prompt_encoder_config__image_size": 128,
+    "mask_decoder_config__hidden_size": 64, "mask_decoder_config__mlp_dim": 64,
+    "mask_decoder_config__iou_head_hidden_dim": 64,
+}  # fmt: skip
+"""Of a SAM 2 that sees small pictures."""
 
 
 def _asked_points(config: Any) -> dict[str, Any]:
@@ -104,15 +113,7 @@ BACKBONE_INPUTS: dict[str, Recipe] = {
     "lw_detr": takes(_padded(64), _and(_reads(1, 2), Recipe(_in_windows))),
     "prompt_depth_anything": _reads(1, 2, 3, 4, neck_hidden_sizes=_FOUR),
     "rf_detr": takes(_padded(56), _and(_reads(1, 2), Recipe(_few_queries))),
-    "sam2": takes(
-        _asked_points,
-        sets(
-            **{f"vision_config__{name}": value for name, value in _SAM2_VISION.items()},
-            prompt_encoder_config__hidden_size=32, prompt_encoder_config__image_size=128,
-            mask_decoder_config__hidden_size=32, mask_decoder_config__mlp_dim=64,
-            mask_decoder_config__iou_head_hidden_dim=32,
-        ),
-    ),
+    "sam2": takes(_asked_points, sets(**SAM2_PARTS)),
     "sam2_hiera_det_model": takes(_shown(128), sets(**_STAGES)),
     "sam2_vision_model": takes(_shown(128), sets(**_SAM2_VISION)),
     "tipsv2_dpt": _reads(1, 2, 3, 4, neck_hidden_sizes=list(_FOUR)),

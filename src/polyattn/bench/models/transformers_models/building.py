@@ -22,10 +22,13 @@ _MOST_WEIGHTS = 150_000_000
 
 
 class Built:
-    """A small model on eager attention, and inputs that it takes, by kind."""
+    """A small model on the library's attention, and inputs that it takes, by kind."""
 
-    def __init__(self, model: Any, cases: dict[str, tuple[dict[str, Any], Tensor | None]]) -> None:
-        self.model, self.cases = model, cases
+    def __init__(
+        self, model: Any, cases: dict[str, tuple[dict[str, Any], Tensor | None]],
+        beside: str = "eager",
+    ) -> None:  # fmt: skip
+        self.model, self.cases, self.beside = model, cases, beside
         self._small = {n: p.clone() for n, p in model.named_parameters() if p.dim() < 2}
 
     def draw(self, seed: int) -> None:
@@ -50,7 +53,7 @@ def built(name: str, layers: int = 2, weights: int = _MOST_WEIGHTS) -> Built:
             way(config)
             if recipe.change is not None:
                 recipe.change(config)
-            return _running(_made(class_of(name), config, weights), recipe)
+            return _running(_made(class_of(name), config, weights, recipe.beside), recipe)
         except Exception as error:  # the next way may do
             failure = failure or error
     assert failure is not None
@@ -60,14 +63,14 @@ def built(name: str, layers: int = 2, weights: int = _MOST_WEIGHTS) -> Built:
 _from_config = operator.attrgetter("_from_config")
 
 
-def _made(kind: Any, config: Any, most: int) -> Any:
+def _made(kind: Any, config: Any, most: int, beside: str = "eager") -> Any:
     with torch.device("meta"):
-        twin = _from_config(kind)(copy.deepcopy(config), attn_implementation="eager")
+        twin = _from_config(kind)(copy.deepcopy(config), attn_implementation=beside)
     weights = sum(p.numel() for p in twin.parameters())
     if weights > most:
         raise ValueError(f"{weights:,} weights, though its configuration was made small")
     torch.manual_seed(0)
-    model = _from_config(kind)(config, attn_implementation="eager").eval().requires_grad_(False)
+    model = _from_config(kind)(config, attn_implementation=beside).eval().requires_grad_(False)
     if hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(Exception):  # grouped products, which have no float64
             model.set_experts_implementation("eager")
@@ -85,7 +88,7 @@ def _running(model: Any, recipe: Recipe) -> Built:
             failure = failure or error
             continue
         spread(model)
-        return Built(model, _cases(model, inputs))
+        return Built(model, _cases(model, inputs), recipe.beside)
     raise failure or ValueError("nothing is known that it takes")
 
 

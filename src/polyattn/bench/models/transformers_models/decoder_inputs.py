@@ -105,20 +105,6 @@ def _added(allowed: Tensor) -> Tensor:
     return torch.zeros(allowed.shape).masked_fill(~allowed, lowest)
 
 
-def _drafted_in_block(config: Any) -> dict[str, Any]:
-    """A block that sees all of itself and of what came before, as far as the window reaches."""
-    block = config.block_size
-    places = torch.arange(TOKENS + block)
-    near = (places - places[-block:, None]).abs() < config.sliding_window
-    return {
-        "noise_embeds": noise(BATCH, block, config.hidden_size),
-        "context_hidden_states": noise(
-            BATCH, TOKENS, config.hidden_size * len(config.target_layer_ids)
-        ),
-        "attention_mask": {"sliding_attention": _added(near.expand(BATCH, 1, *near.shape))},
-    }
-
-
 def _with_indexer(text: Any) -> None:
     """Give the layers that choose their keys what no default says of the choice."""
     text.indexer_n_heads, text.indexer_kv_heads = 2, 1
@@ -144,7 +130,6 @@ DECODER_INPUTS: dict[str, Recipe] = {
     "dia_decoder": takes(_dia),
     "diffusion_gemma": takes(_canvas, sets(text_config__top_k_experts=2, canvas_length=DECODED)),
     "moshi_depth": takes(_by_depth, sets(num_codebooks=8)),
-    "muse_glimmer_assistant": takes(_drafted_in_block),
     "qwen4_exp": _of_text(_with_indexer),
     "qwen4_exp_text": Recipe(_with_indexer),
     "rag": takes(_asked_documents, sets(n_docs=2)),

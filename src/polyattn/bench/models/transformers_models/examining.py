@@ -50,7 +50,7 @@ def examine(name: str) -> Row:
 def _compared(name: str, found: Built) -> Row:
     row = Row(name, "equal", model=type(found.model).__name__, cases=tuple(found.cases))
     try:
-        stock = _library_runs(found, "eager", 1)
+        stock = _library_runs(found, found.beside, 1)
     except Exception as error:  # its own code, in float64
         row.outcome, row.reason = "not built", _short(error)
         return row
@@ -75,7 +75,7 @@ def _looked_at_again(row: Row, found: Built) -> Row:
     The worst error of few numbers is small by chance; that of the same rule over many is not.
     """
     _, ours = _our_runs(found, _DRAWS)
-    stock = _library_runs(found, "eager", _DRAWS)
+    stock = _library_runs(found, found.beside, _DRAWS)
     again = replace(row, outcome="equal", reason="", excess=0.0)
     _judge(again, found, ours, stock)
     if again.outcome == "different" and _is_unsteady(stock):
@@ -169,7 +169,9 @@ def _wide(x: Any) -> Any:
         return type(x)(_wide(one) for one in x)
     if isinstance(x, dict):
         return {name: _wide(one) for name, one in x.items()}
-    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+    if isinstance(x, Tensor):
+        return x.double() if x.is_floating_point() else x
+    return x.double() if hasattr(x, "double") else x
 
 
 def _short(error: BaseException) -> str:

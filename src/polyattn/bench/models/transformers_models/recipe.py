@@ -12,11 +12,13 @@ class Recipe(NamedTuple):
     """A change of the small configuration, and inputs that the model takes.
 
     `start` makes the configuration to be made small, of a kind whose default none can be built of.
+    `beside` names the library's attention that the model is run on, where it has no eager one.
     """
 
     change: Callable[[Any], None] | None = None
     inputs: Callable[[Any], Iterator[dict[str, Any]]] | None = None
     start: Callable[[], Any] | None = None
+    beside: str = "eager"
 
 
 def sets(**values: Any) -> Recipe:

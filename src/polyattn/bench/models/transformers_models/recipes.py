@@ -7,6 +7,7 @@ from typing import Any
 from polyattn.bench.models.transformers_models.backbone_inputs import BACKBONE_INPUTS
 from polyattn.bench.models.transformers_models.decoder_inputs import DECODER_INPUTS
 from polyattn.bench.models.transformers_models.grid_inputs import GRID_INPUTS
+from polyattn.bench.models.transformers_models.memory_inputs import MEMORY_INPUTS
 from polyattn.bench.models.transformers_models.own_inputs import OWN_INPUTS
 from polyattn.bench.models.transformers_models.picture_inputs import PICTURE_INPUTS
 from polyattn.bench.models.transformers_models.placed_inputs import PLACED_INPUTS
@@ -78,6 +79,7 @@ RECIPES: dict[str, Recipe] = {
     **PICTURE_INPUTS,
     **GRID_INPUTS,
     **PLACED_INPUTS,
+    **MEMORY_INPUTS,
     **BACKBONE_INPUTS,
     **DECODER_INPUTS,
     **SOUND_INPUTS,

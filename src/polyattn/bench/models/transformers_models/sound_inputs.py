@@ -143,7 +143,7 @@ SOUND_INPUTS: dict[str, Recipe] = {
     ),
     "qwen2_5_omni_dit": takes(
         _synthesized, sets(look_ahead_layers=(1,), look_backward_layers=(0,))
-    ),
+    )._replace(beside="sdpa"),
     "qwen3_asr_encoder": takes(_in_chunks),
     "vibevoice_acoustic_tokenizer": takes(
         lambda c: {"input_values": noise(BATCH, 1, 3200), "sample": False},
