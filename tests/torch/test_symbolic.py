@@ -54,6 +54,17 @@ def test_a_last_stride_that_is_a_symbol(door: Any, place: int) -> None:
     torch.testing.assert_close(compiled(*inputs), door(*inputs))
 
 
+def test_flags_compared_from_sizes() -> None:
+    def decode(q: Any, k: Any) -> Any:
+        few = q.shape[1] != k.shape[1]
+        return sdpa(q, k, k, is_causal=q.shape[2] > 1, enable_gqa=few)
+
+    compiled, _ = counted(decode, dynamic=True)
+    for heads, length in ((2, 5), (4, 1), (4, 7), (2, 1)):
+        q, k = torch.randn(2, 4, length, 8), torch.randn(2, heads, 9, 8)
+        torch.testing.assert_close(compiled(q, k), decode(q, k))
+
+
 MASKS = {
     "dense": lambda b, t: Dense(torch.rand(t, t) > 0.2) & Causal(),
     "padding": lambda b, t: Padding(kv_lengths=torch.randint(0, t, (b,))) & Window(40),

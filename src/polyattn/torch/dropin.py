@@ -299,6 +299,13 @@ def _sdpa_facts(model: Any) -> SdpaFacts:
     return SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa)
 
 
+def _decided(flag: Any) -> Any:
+    """Return a flag as a constant: compared from symbolic sizes it is a symbol, which none is."""
+    if type(flag) is not bool:
+        return flag
+    return True if flag else False  # noqa: SIM210  # bool(flag) remains a symbol
+
+
 def trace(
     q: Tensor,
     k: Tensor,
@@ -310,7 +317,7 @@ def trace(
     gqa: Any,
 ) -> Any:
     """Trace one call; what polyattn does not model is left to torch's own operator."""
-    scope = traced_scope()
+    scope, is_causal, gqa = traced_scope(), _decided(is_causal), _decided(gqa)
     p_text, scale_text = as_text(dropout_p), as_text(scale)
     model = model_of_sdpa(q, k, v, attn_mask, p_text, is_causal, scale_text, gqa)
     if isinstance(model, str) and takes_jagged(
