@@ -15,7 +15,7 @@ OF_OTHERS = frozenset({
     # read by the model around the attention, and handed on with everything else
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
     "use_cache", "cache_position", "position_ids", "input_ids", "logits_to_keep", "seq_idx",
-    "grid_thw",
+    "grid_thw", "mm_token_type_ids",
     # put there by transformers, from the configuration of a part that sees pictures
     "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio",
     # what the mask says already: it is made of the same config

@@ -111,6 +111,14 @@ BACKBONE_INPUTS: dict[str, Recipe] = {
     "efficientloftr": takes(_shown(64, 2, channels=1)),
     "lightglue": takes(_shown(64, 2)),
     "lw_detr": takes(_padded(64), _and(_reads(1, 2), Recipe(_in_windows))),
+    "pp_doclayout_v2": takes(
+        _padded(128),
+        sets(
+            encoder_hidden_dim=32, d_model=32, decoder_in_channels=[32] * 3, num_queries=20,
+            encoder_attention_heads=4, decoder_attention_heads=4, num_labels=20,
+            class_thresholds=[0.0] * 20, class_order=list(range(20)),
+        ),
+    ),
     "prompt_depth_anything": _reads(1, 2, 3, 4, neck_hidden_sizes=_FOUR),
     "rf_detr": takes(_padded(56), _and(_reads(1, 2), Recipe(_few_queries))),
     "sam2": takes(_asked_points, sets(**SAM2_PARTS)),

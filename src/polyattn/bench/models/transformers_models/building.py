@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import operator
 from typing import Any
 
@@ -16,7 +17,7 @@ from polyattn.bench.models.transformers_models.recipe import Recipe
 from polyattn.bench.models.transformers_models.recipes import RECIPES
 from polyattn.bench.models.transformers_models.shrinking import ways
 
-__all__ = ["Built", "built", "spread"]
+__all__ = ["Built", "built", "kind_of", "spread"]
 
 _MOST_WEIGHTS = 150_000_000
 
@@ -53,11 +54,17 @@ def built(name: str, layers: int = 2, weights: int = _MOST_WEIGHTS) -> Built:
             way(config)
             if recipe.change is not None:
                 recipe.change(config)
-            return _running(_made(class_of(name), config, weights, recipe.beside), recipe)
+            return _running(_made(kind_of(name), config, weights, recipe.beside), recipe)
         except Exception as error:  # the next way may do
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def kind_of(name: str) -> Any:
+    """Return the class that is built: the bare model, or the one that its recipe names."""
+    named = RECIPES.get(name, Recipe()).kind
+    return getattr(importlib.import_module("transformers"), named) if named else class_of(name)
 
 
 _from_config = operator.attrgetter("_from_config")

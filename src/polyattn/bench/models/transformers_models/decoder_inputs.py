@@ -59,11 +59,6 @@ def _heard(config: Any) -> dict[str, Any]:
     return {"input_ids": words(config.text_config), "input_features": noise(BATCH, mels, frames)}
 
 
-def _canvas(config: Any) -> dict[str, Any]:
-    ids = words(config.text_config)
-    return {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, : config.canvas_length]}
-
-
 def _asked_documents(config: Any) -> dict[str, Any]:
     """Two documents for each question, one of them shorter."""
     ids = words(config.generator)
@@ -128,12 +123,10 @@ DECODER_INPUTS: dict[str, Recipe] = {
     "blt_local_encoder": takes(_bytes_in_patches),
     "csm": Recipe(_mimi_of),
     "dia_decoder": takes(_dia),
-    "diffusion_gemma": takes(_canvas, sets(text_config__top_k_experts=2, canvas_length=DECODED)),
     "moshi_depth": takes(_by_depth, sets(num_codebooks=8)),
     "qwen4_exp": _of_text(_with_indexer),
     "qwen4_exp_text": Recipe(_with_indexer),
     "rag": takes(_asked_documents, sets(n_docs=2)),
-    "shieldgemma2": sets(yes_token_index=5, no_token_index=7),
     "step3p7": sets(
         text_config__sliding_window=_WINDOW,
         text_config__layer_types=["full_attention", "sliding_attention"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from polyattn import record_selections
 from polyattn.bench.models.model_row import Row
 from polyattn.bench.models.nearness import compare, in_float64, tensors_of
-from polyattn.bench.models.transformers_models.building import Built, built
-from polyattn.bench.models.transformers_models.model_classes import class_of
+from polyattn.bench.models.transformers_models.building import Built, built, kind_of
 from polyattn.errors import Unsupported
 from polyattn.integrations.transformers import register
 from polyattn.integrations.transformers.library import supports_interface
@@ -35,7 +34,7 @@ def examine(name: str) -> Row:
     warnings.simplefilter("ignore")
     register()
     try:
-        kind = class_of(name)
+        kind = kind_of(name)
     except (LookupError, ImportError) as error:
         return Row(name, "not built", _short(error))
     if not supports_interface(kind):
@@ -171,6 +170,8 @@ def _wide(x: Any) -> Any:
         return {name: _wide(one) for name, one in x.items()}
     if isinstance(x, Tensor):
         return x.double() if x.is_floating_point() else x
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{one.name: _wide(getattr(x, one.name)) for one in fields(x)})
     return x.double() if hasattr(x, "double") else x
 
 

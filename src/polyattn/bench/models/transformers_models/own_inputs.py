@@ -106,6 +106,36 @@ def _patched(config: Any) -> dict[str, Any]:
     return {"past_values": noise(BATCH, steps), "past_values_padding": padding}
 
 
+def _folded(config: Any) -> dict[str, Any]:
+    """Atoms of the residues of two proteins, the second shorter."""
+    from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
+
+    count, atoms = 6, 12
+    place = torch.arange(count).expand(BATCH, count)
+    of = (torch.arange(atoms) * count // atoms).expand(BATCH, atoms)
+    none = torch.zeros_like(place)
+    elements = torch.arange(BATCH * atoms).view(BATCH, atoms) % 20
+    given = EsmFold2AtomInputs(
+        ref_pos=noise(BATCH, atoms, 3), ref_charge=torch.zeros(BATCH, atoms),
+        atom_attention_mask=seen(atoms, atoms - 4).bool(), ref_element=elements,
+        ref_atom_name_chars=elements[..., None].expand(BATCH, atoms, config.max_chars),
+        ref_space_uid=of, atom_to_token=of,
+    )  # fmt: skip
+    return {
+        "token_index": place, "residue_index": place, "res_type": place,
+        "asym_id": none, "sym_id": none, "entity_id": none, "mol_type": none,
+        "token_bonds": torch.zeros(BATCH, count, count, 1),
+        "attention_mask": seen(count, count - 2).bool(), "atom_inputs": given, "num_loops": 1,
+    }  # fmt: skip
+
+
+_FOLD = {
+    "hidden_size": 24, "pairwise_hidden_size": 16, "single_inputs_size": 24 + 2 * 33 + 1,
+    "atom_feature_dim": 389, "folding_trunk_num_hidden_layers": 1, "sliding_window": 5,
+    "atom_encoder__hidden_size": 128, "atom_encoder__num_attention_heads": 4,
+    "atom_encoder__head_dim": 32, "atom_encoder__output_dim": 24, "msa_encoder__enabled": False,
+}  # fmt: skip
+
 OWN_INPUTS: dict[str, Recipe] = {
     "audio-spectrogram-transformer": takes(
         lambda c: {"input_values": noise(BATCH, c.max_length, c.num_mel_bins)},
@@ -126,6 +156,7 @@ OWN_INPUTS: dict[str, Recipe] = {
     ),
     "dac": takes(_wave),
     "encodec": takes(_wave),
+    "esmfold2": takes(_folded, sets(**_FOLD)),
     "gemma4_audio": takes(lambda c: {"input_features": noise(BATCH, 120, 128)}),
     "granite_speech5_ctc": takes(lambda c: _stacked(c.encoder_config)),
     "granite_speech5_encoder": takes(_stacked),

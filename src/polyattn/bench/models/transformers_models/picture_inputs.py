@@ -183,6 +183,12 @@ def _decoded_patches(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _lines(kind: str, height: int, **sizes: int) -> Recipe:
+    """Return pictures of lines of text, which the head alone of these models attends in."""
+    made = takes(lambda config: {"pixel_values": noise(BATCH, 3, height, 160)}, sets(**sizes))
+    return made._replace(kind=f"{kind}ForTextRecognition")
+
+
 _OF_PLACES = sets(image_token_index=_PLACE)
 
 PICTURE_INPUTS: dict[str, Recipe] = {
@@ -219,9 +225,13 @@ PICTURE_INPUTS: dict[str, Recipe] = {
     "pix2struct": takes(_decoded_patches, sets(text_config__initializer_range=0.02)),
     "pix2struct_text_model": sets(initializer_range=0.02),
     "pix2struct_vision_model": takes(_placed_patches),
+    "pp_ocrv5_mobile_rec": _lines("PPOCRV5MobileRec", 96, hidden_size=16),
+    "pp_ocrv5_server_rec": _lines("PPOCRV5ServerRec", 48),
+    "pp_ocrv6_small_rec": _lines("PPOCRV6SmallRec", 48),
     "sam3_detr_decoder": takes(_detected),
     "sam3_lite_text_detr_decoder": takes(_detected),
     "sam3_lite_text_detr_encoder": takes(_levels),
+    "sam3_lite_text_text_model": sets(num_hidden_layers=4),
     "sam3_lite_text_mask_decoder": takes(_masked),
     "sam3_mask_decoder": takes(_masked),
     "sam3_detr_encoder": takes(_levels),

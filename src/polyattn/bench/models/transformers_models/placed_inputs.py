@@ -111,7 +111,51 @@ def _decided(config: Any) -> dict[str, Any]:
     }
 
 
+def _blocks(config: Any) -> tuple[Tensor, Tensor]:
+    """Return words and which of them are of a picture: in runs longer than windows, and short."""
+    ids = words(getattr(config, "text_config", config))
+    of_picture = torch.zeros_like(ids)
+    of_picture[0, 2:9], of_picture[0, 10:12] = 1, 1
+    of_picture[1, :3], of_picture[1, 5:] = 1, 1
+    return ids, of_picture
+
+
+def _of_kinds(name: str) -> Any:
+    """Return words whose kinds, so called, let them attend within pictures both ways."""
+
+    def make(config: Any) -> dict[str, Any]:
+        ids, of_picture = _blocks(config)
+        return {"input_ids": ids, name: of_picture}
+
+    return make
+
+
+def _denoised(config: Any) -> dict[str, Any]:
+    given = _of_kinds("mm_token_type_ids")(config)
+    return {**given, "decoder_input_ids": given["input_ids"].flip(1)[:, : config.canvas_length]}
+
+
+_BOTH_WAYS = sets(text_config__use_bidirectional_attention="vision")
+_KINDS = _of_kinds("token_type_ids")
+_KINDS_OF_PARTS = _of_kinds("mm_token_type_ids")
+
 PLACED_INPUTS: dict[str, Recipe] = {
+    "colpali": takes(_KINDS),
+    "diffusion_gemma": takes(
+        _denoised,
+        sets(
+            text_config__top_k_experts=2,
+            text_config__use_bidirectional_attention="vision",
+            canvas_length=DECODED,
+        ),
+    ),
+    "gemma3": takes(_KINDS),
+    "gemma4": takes(_KINDS_OF_PARTS, _BOTH_WAYS),
+    "gemma4_unified": takes(_KINDS_OF_PARTS, _BOTH_WAYS),
+    "hrm_text": takes(_KINDS, sets(num_layers_per_stack=2, num_hidden_layers=16)),
+    "molmo2": takes(_KINDS_OF_PARTS),
+    "paligemma": takes(_KINDS),
+    "shieldgemma2": takes(_KINDS, sets(yes_token_index=5, no_token_index=7)),
     "emu3": takes(_in_codes, Recipe(_with_codes)),
     "granite4_vision": takes(_packed, Recipe(_by_halves)),
     "jev": takes(_decided),

@@ -12,12 +12,14 @@ class Recipe(NamedTuple):
     """A change of the small configuration, and inputs that the model takes.
 
     `start` makes the configuration to be made small, of a kind whose default none can be built of.
+    `kind` names the class, where the bare model leaves out what attends.
     `beside` names the library's attention that the model is run on, where it has no eager one.
     """
 
     change: Callable[[Any], None] | None = None
     inputs: Callable[[Any], Iterator[dict[str, Any]]] | None = None
     start: Callable[[], Any] | None = None
+    kind: str = ""
     beside: str = "eager"
 
 

@@ -66,7 +66,6 @@ RECIPES: dict[str, Recipe] = {
     "step3p5": sets(sliding_window=5),
     "t5gemma2_text": sets(dropout_rate=0.0),
     "t5gemma2_encoder": sets(text_config__dropout_rate=0.0),
-    "hrm_text": sets(num_layers_per_stack=2, num_hidden_layers=16),
     "xmod": sets(default_language="en_XX"),
     "dbrx": sets(attn_config__rope_theta=10000.0, attn_config__clip_qkv=8.0),
     "zamba2": Recipe(_whole_heads),
