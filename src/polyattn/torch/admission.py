@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyattn.masks import Mask
+from polyattn.masks import LeftPadding, Mask, Padding
 from polyattn.masks.biases import Bias
 from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
@@ -16,7 +18,9 @@ from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
 from polyattn.torch.kit.masking import bind_mask, check_mask, known
 
-__all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "rebind"]
+__all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "rebind", "rebinder"]
+
+_OF_LENGTHS = (Padding, LeftPadding)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,41 @@ def rebind(mask: Mask, problem: Problem, q: Tensor, k: Tensor) -> Mask:
     bound = bind_mask(mask if simple is None else simple, q.device)
     check_mask(bound, here)
     return bound
+
+
+def rebinder(problem: Problem) -> Callable[[Mask, Tensor, Tensor], Mask]:
+    """Return :func:`rebind` for calls of one class, which binds once what many layers share.
+
+    A model hands the same mask to all of its layers. As long as that object comes with the same
+    sizes, and its lengths were not written to, what was bound and checked last is right.
+    """
+    last: tuple[Any, ...] = (None, (), None)
+
+    def bind(mask: Mask, q: Tensor, k: Tensor) -> Mask:
+        nonlocal last
+        known_mask, facts, bound = last
+        here = q.shape, k.shape, q.device, _versions(mask)
+        if known_mask is not None and known_mask() is mask and here == facts and here[3]:
+            return bound  # type: ignore[no-any-return]
+        found = rebind(mask, problem, q, k)
+        last = (weakref.ref(mask), here, found)
+        return found
+
+    return bind
+
+
+def _versions(mask: Mask) -> tuple[int, ...]:
+    """Return what torch counts up where a mask's lengths are written to; () where nothing tells."""
+    arrays: list[Any] = []
+    for leaf in mask.leaves():
+        if type(leaf) in _OF_LENGTHS:
+            arrays += leaf.arguments
+        elif not leaf.static:
+            return ()
+    try:
+        return tuple(-1 if x is None else x._version for x in arrays)
+    except (AttributeError, RuntimeError):  # lists; tensors of inference mode count nothing
+        return ()
 
 
 def autocast_to(dtype: str, device: str) -> torch.dtype | None:

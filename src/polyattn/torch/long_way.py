@@ -23,7 +23,7 @@ from polyattn.selection.prepare import Plan, kernel_of, prepare
 from polyattn.selection.registry import registry
 from polyattn.selection.wishes import Wishes, current_wishes
 from polyattn.torch import checkpoints
-from polyattn.torch.admission import Call, admit, rebind
+from polyattn.torch.admission import Call, admit, rebinder
 from polyattn.torch.cache import Entry, Wide, resized, table
 from polyattn.torch.keys import Key, switches
 from polyattn.torch.kit.empty import answer_empty
@@ -247,8 +247,9 @@ def runner(plan: Plan, call: Call) -> Callable[..., Any]:
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, None, bias, sinks)
     if bound.is_static:
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, bound, bias, sinks)
+    bind = rebinder(problem)
     return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(
-        q, k, v, rebind(mask, problem, q, k), bias, sinks
+        q, k, v, bind(mask, q, k), bias, sinks
     )
 
 

@@ -48,11 +48,12 @@ def range_of_one_query(
         if bounds is not None:
             end = torch.minimum(end, bounds.ends)
             start = bounds.starts if start is None else torch.maximum(start, bounds.starts)
-    ends = end.clamp(max=keys).to(torch.int32).expand(batch)
+    # contiguous int64, as kernels read them: every layer would make them so anew
+    ends = end.clamp(max=keys).to(torch.int64).expand(batch).contiguous()
     if start is None:
-        starts = torch.zeros(batch, dtype=torch.int32, device=device)
+        starts = torch.zeros(batch, dtype=torch.int64, device=device)
     else:  # one that begins after its end is empty in both
-        starts = torch.minimum(start.clamp(min=0), ends).to(torch.int32).expand(batch)
+        starts = torch.minimum(start.clamp(min=0), ends).expand(batch).contiguous()
     mask = LeftPadding(kv_starts=starts) & Padding(kv_lengths=ends)
     return mask if extra is None else mask & extra
 
@@ -66,7 +67,7 @@ def _told(
     if readable and bool(attention_mask.all()):
         if told >= keys:
             return None, None
-        numbers = [attention_mask.new_full((), x, dtype=torch.int32) for x in (0, told)]
+        numbers = [attention_mask.new_full((), x, dtype=torch.int64) for x in (0, told)]
         return Bounds(*numbers), None
     real = keys_of(attention_mask, batch, kv_offset, keys)
     bounds = bounds_of(real) if readable else None

@@ -46,7 +46,7 @@ def bounds_of(real: Tensor) -> Bounds | None:
     starts, ends = ahead * some, (real.shape[1] - behind) * some
     if bool((ends - starts != counts).any()):
         return None
-    return Bounds(starts.to(torch.int32), ends.to(torch.int32))
+    return Bounds(starts, ends)  # int64, as kernels read them
 
 
 def padding_mask(real: Tensor) -> Mask:
