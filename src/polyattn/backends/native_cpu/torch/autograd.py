@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.native_cpu.torch.calls import Constants, Extras, Needs, backward, forward
+from polyattn.backends.native_cpu.torch.calls import Constants, Extras, Needs, forward
+from polyattn.backends.native_cpu.torch.gradients import gradients
 from polyattn.backends.native_cpu.torch.levels import PLAIN, is_batched
 from polyattn.backends.native_cpu.torch.operator import native_attention_backward
 from polyattn.torch.internals import is_watched
@@ -64,7 +65,7 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
         else:
             extras, needs = Extras(bias, slopes, sinks, codes, arrays), Needs(wanted[3], wanted[4])
-            each = backward(dout, dlse, q, k, v, out, lse, extras, constants, needs)
+            each = gradients(dout, dlse, q, k, v, out, lse, extras, constants, needs)
         given = [grad if need else None for grad, need in zip(each, wanted, strict=True)]
         return (*given, None, None, None, *(None for _ in arrays))
 

@@ -17,12 +17,12 @@ from polyattn.backends.native_cpu.torch.calls import (
     Constants,
     Extras,
     Needs,
-    backward,
     empty_like_rows,
     empty_lse,
     empty_out,
     forward,
 )
+from polyattn.backends.native_cpu.torch.gradients import gradients
 
 __all__ = ["native_attention", "native_attention_backward", "nothing"]
 
@@ -117,7 +117,7 @@ def _backward(
         Constants(layout, scale, softcap),
     )
     needs = Needs(wants_dbias, wants_dsinks)
-    dq, dk, dv, dbias, dsinks = backward(dout, dlse, q, k, v, out, lse, extras, constants, needs)
+    dq, dk, dv, dbias, dsinks = gradients(dout, dlse, q, k, v, out, lse, extras, constants, needs)
     return (
         dq,
         dk,
