@@ -191,10 +191,10 @@ def test_probabilities_are_refused() -> None:
 
 
 def test_what_transformers_takes_from_a_configuration_of_pictures_is_passed_over() -> None:
-    # Molmo2's adapter hands it to its attention with everything else
+    # Molmo2's adapter and DiffusionGemma's decoder hand them to attention with everything else
     model = small("llama")
     plain, _ = ours(model, lambda: model(words(1, 4)).logits)
-    given = {"vision_feature_layer": [1, 0], "vision_feature_select_strategy": "full"}
+    given = {"vision_feature_layer": [1, 0], "mm_token_type_ids": torch.ones(1, 4)}
     named, _ = ours(model, lambda: model(words(1, 4), **given).logits)
     assert torch.equal(named, plain)
 
