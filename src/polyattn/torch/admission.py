@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.errors import MissingDependency
 from polyattn.masks import LeftPadding, Mask, Padding
 from polyattn.masks.biases import Bias
 from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
 from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
+from polyattn.torch.internals import version_of
 from polyattn.torch.kit.masking import bind_mask, check_mask, known
 
 __all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "rebind", "rebinder"]
@@ -146,8 +148,8 @@ def _versions(mask: Mask) -> tuple[int, ...]:
         elif not leaf.static:
             return ()
     try:
-        return tuple(-1 if x is None else x._version for x in arrays)
-    except (AttributeError, RuntimeError):  # lists; tensors of inference mode count nothing
+        return tuple(-1 if x is None else version_of(x) for x in arrays)
+    except (AttributeError, RuntimeError, MissingDependency):  # lists; inference tensors
         return ()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.leaves import Leaf, plain, within_storage
+from polyattn.torch.internals import negated_view
 
 __all__ = ["ALIGNMENT", "Layout", "Place", "Segment", "bytes_of", "segments_of"]
 
@@ -42,8 +43,8 @@ class Place:
             empty = torch.empty(0, dtype=self.dtype, device=memory.device)
             found = empty.set_(memory.untyped_storage(), start // size, self.shape, self.strides)
             # views that torch only marks, and does not compute: the same bytes, other values
-            found = torch._conj(found) if self.is_conj else found
-            return torch._neg_view(found) if self.is_neg else found
+            found = torch.conj(found) if self.is_conj else found
+            return negated_view(found) if self.is_neg else found
 
 
 @dataclass(slots=True, eq=False)

@@ -15,6 +15,7 @@ __all__ = [
     "address_of",
     "is_lazy_copy",
     "is_zero_tensor",
+    "negated_view",
     "storage_holders",
     "storage_identity",
     "without_overrides",
@@ -53,6 +54,12 @@ is_zero_tensor: Callable[[Tensor], bool] = private(
     lambda x: x.numel() > 0 and address_of(x) == 0,
 )
 """Whether a tensor stands for zeros that are nowhere in memory."""
+
+negated_view: Callable[[Tensor], Tensor] = private(
+    "torch._neg_view",
+    "offloaded parameters that are negated views, of imaginary parts of conjugates, are refused",
+)
+"""The same memory, whose entries count with the other sign."""
 
 _STORAGE = noted(
     "torch.UntypedStorage._cdata",
