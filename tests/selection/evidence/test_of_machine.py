@@ -209,3 +209,19 @@ def test_small_compiled_calls_take_the_operator_only_where_it_pays() -> None:
     assert chosen(1.4) == "sdpa_flash" and chosen(1.6) == "native_cpu"
     found = select(small, Wishes(), registry, evidence=UNMEASURED)
     assert found.backend == "sdpa_flash" and "torch's own operator sooner" in found.reason
+
+
+def test_small_training_in_float32_stays_with_torch_s_kernel() -> None:
+    known = Evidence({(d, "train"): Figure(1.2, 2, 3, "a test") for d in ("float32", "bfloat16")})
+
+    def chosen(problem: Problem) -> str:
+        return select(problem, Wishes(), registry, evidence=known).backend
+
+    few = DENSE.with_(batch=64, q_len=32, kv_len=32, grad=True)
+    sizes = {"q_len": 65, "kv_len": 65, "heads": 4, "kv_heads": 4, "head_dim": 32, "value_dim": 32}
+    short = DENSE.with_(batch=2, grad=True, **sizes)
+    for problem in (few, short, few.with_(mask=CAUSAL.mask)):
+        assert chosen(problem) == "sdpa_flash"
+        assert chosen(problem.with_(dtype="bfloat16")) == "native_cpu"
+    grouped = short.with_(kv_heads=2)
+    assert chosen(grouped) == "native_cpu" == chosen(DENSE.with_(q_len=256, kv_len=256, grad=True))

@@ -10,6 +10,7 @@ from polyattn.selection.evidence.problem_kinds import (
     KINDS,
     is_band,
     is_small,
+    is_small_training,
     kind_of,
     share_of,
     trains,
@@ -91,6 +92,8 @@ class Evidence:
             return self._compiled_verdict(figure, problem)
         if is_small(problem) and (figure is None or trains(problem)):
             return None
+        if is_small_training(problem):
+            return Verdict(False, "small float32 training: torch's own kernel is no slower")
         if figure is None:
             why = self.undecided.get((problem.dtype, kind_of(problem)), self.lacking)
             return Verdict(False, f"{why}; torch's own kernel")
