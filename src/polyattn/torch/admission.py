@@ -10,19 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.errors import MissingDependency
 from polyattn.masks import LeftPadding, Mask, Padding
 from polyattn.masks.biases import Bias
 from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
 from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
-from polyattn.torch.internals import version_of
 from polyattn.torch.kit.masking import bind_mask, check_mask, known
 
 __all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "rebind", "rebinder"]
-
-_OF_LENGTHS = (Padding, LeftPadding)
 
 
 @dataclass(frozen=True)
@@ -106,51 +102,59 @@ class Lengths(NamedTuple):
 
 def rebind(mask: Mask, problem: Problem, q: Tensor, k: Tensor) -> Mask:
     """Bind the mask of a further call of the same class; its arrays may hold other values."""
-    if problem.layout == "packed":
-        bound = bind_mask(mask, q.device)
-        check_mask(bound, problem)
-        return bound
-    row = 1 if problem.layout == "BTNH" else 2
-    here = Lengths(q.shape[0], q.shape[3 - row], q.shape[row], k.shape[row], problem.layout)
-    simple = simplify(mask, here.q_len, here.kv_len)
-    bound = bind_mask(mask if simple is None else simple, q.device)
-    check_mask(bound, here)
-    return bound
+    return rebinder(problem)(mask, q, k)
 
 
 def rebinder(problem: Problem) -> Callable[[Mask, Tensor, Tensor], Mask]:
-    """Return :func:`rebind` for calls of one class, which binds once what many layers share.
+    """Return ``bind(mask, q, k)`` for calls of one class.
 
-    A model hands the same mask to all of its layers. As long as that object comes with the same
-    sizes, and its lengths were not written to, what was bound and checked last is right.
+    A model hands the same mask to all of its layers: what it becomes at these sizes is kept while
+    that object comes again, if its arrays stay the caller's own. What these hold is checked in each
+    call, for not every write to them is counted.
     """
-    last: tuple[Any, ...] = (None, (), None)
+    kept: tuple[Callable[[], Mask | None], tuple[Any, ...], Mask] | None = None
 
     def bind(mask: Mask, q: Tensor, k: Tensor) -> Mask:
-        nonlocal last
-        known_mask, facts, bound = last
-        here = q.shape, k.shape, q.device, _versions(mask)
-        if known_mask is not None and known_mask() is mask and here == facts and here[3]:
-            return bound  # type: ignore[no-any-return]
-        found = rebind(mask, problem, q, k)
-        last = (weakref.ref(mask), here, found)
-        return found
+        nonlocal kept
+        here = q.shape, k.shape, q.device
+        lengths = problem if problem.layout == "packed" else _lengths(problem.layout, q, k)
+        last = kept
+        if last is not None and last[0]() is mask and last[1] == here:
+            bound = last[2]
+        else:
+            bound = _bound(mask, lengths, q.device)
+            kept = (weakref.ref(mask), here, bound) if _holds_lengths(mask, q.device) else None
+        check_mask(bound, lengths)
+        return bound
 
     return bind
 
 
-def _versions(mask: Mask) -> tuple[int, ...]:
-    """Return what torch counts up where a mask's lengths are written to; () where nothing tells."""
-    arrays: list[Any] = []
-    for leaf in mask.leaves():
-        if type(leaf) in _OF_LENGTHS:
-            arrays += leaf.arguments
-        elif not leaf.static:
-            return ()
-    try:
-        return tuple(-1 if x is None else version_of(x) for x in arrays)
-    except (AttributeError, RuntimeError, MissingDependency):  # lists; inference tensors
-        return ()
+def _lengths(layout: str, q: Tensor, k: Tensor) -> Lengths:
+    row = 1 if layout == "BTNH" else 2
+    return Lengths(q.shape[0], q.shape[3 - row], q.shape[row], k.shape[row], layout)
+
+
+def _bound(mask: Mask, lengths: Lengths | Problem, device: torch.device) -> Mask:
+    """Return a mask as simple as the lengths make it, its arrays on the device."""
+    if lengths.layout == "packed":
+        return bind_mask(mask, device)
+    simple = simplify(mask, lengths.q_len, lengths.kv_len)
+    return bind_mask(mask if simple is None else simple, device)
+
+
+def _holds_lengths(mask: Mask, device: torch.device) -> bool:
+    """Say whether all arrays of a mask are a few lengths, and there already: none is copied."""
+    return all(
+        leaf.static
+        or (
+            type(leaf) in (Padding, LeftPadding)
+            and all(
+                x is None or (isinstance(x, Tensor) and x.device == device) for x in leaf.arguments
+            )
+        )
+        for leaf in mask.leaves()
+    )
 
 
 def autocast_to(dtype: str, device: str) -> torch.dtype | None:

@@ -93,7 +93,7 @@ class Evidence:
         if is_small(problem) and (figure is None or trains(problem)):
             return None
         if is_small_training(problem):
-            return Verdict(False, "small float32 training: torch's own kernel is no slower")
+            return Verdict(False, "small float32 training; torch's own kernel")
         if figure is None:
             why = self.undecided.get((problem.dtype, kind_of(problem)), self.lacking)
             return Verdict(False, f"{why}; torch's own kernel")

@@ -37,7 +37,7 @@ def gradients(
     constants: Constants,
     needs: Needs,
 ) -> Gradients:
-    """Return what :func:`~polyattn.backends.native_cpu.torch.calls.backward` does, always right.
+    """Return what :func:`~polyattn.backends.native_cpu.torch.calls.backward` does, or should.
 
     The definition holds all scores of the call at once, as eager attention does.
     """

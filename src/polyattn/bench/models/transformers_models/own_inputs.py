@@ -176,6 +176,9 @@ OWN_INPUTS: dict[str, Recipe] = {
         lambda c: {"hidden_states": noise(BATCH, 160, c.input_size), "mask": None}
     ),
     "pocket_tts_audio_tokenizer": takes(_wave, Recipe(_group_by_width)),
+    "pocket_tts_audio_tokenizer_decoder": takes(
+        lambda c: {"latents": noise(BATCH, c.hidden_size, 9)}, Recipe(_group_by_width)
+    ),
     "pocket_tts_audio_tokenizer_encoder": takes(_wave),
     "qwen2_5_omni_audio_encoder": takes(_in_windows),
     "qwen3_omni_moe_audio_encoder": takes(_in_windows),

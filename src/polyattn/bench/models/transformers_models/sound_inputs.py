@@ -101,10 +101,6 @@ def _synthesized(config: Any) -> dict[str, Any]:
     }
 
 
-def _group_by_width(config: Any) -> None:
-    config.upsample_groups = config.hidden_size
-
-
 def _as_many_keys(config: Any) -> None:
     config.num_key_value_heads = config.num_attention_heads
 
@@ -135,9 +131,6 @@ SOUND_INPUTS: dict[str, Recipe] = {
     "moonshine_streaming": takes(_streamed, Recipe(_as_many_keys)),
     "neucodec": takes(_coded),
     "pe_audio": takes(_heard_and_read),
-    "pocket_tts_audio_tokenizer_decoder": takes(
-        lambda c: {"latents": noise(BATCH, c.hidden_size, 9)}, Recipe(_group_by_width)
-    ),
     "qwen2_5_omni_bigvgan": takes(
         lambda c: {"mel_spectrogram": noise(BATCH, c.mel_dim, 4)}, sets(upsample_initial_channel=64)
     ),
