@@ -98,8 +98,8 @@ def is_small(p: Problem) -> bool:
 def is_small_training(p: Problem) -> bool:
     """Say whether a float32 call that trains is over in a millisecond, or meets few keys.
 
-    On one thread torch's kernel is up to 15 % faster there: the native backward pass packs for more
-    rows than there are. In half types the native kernels are several times faster all the same, and
+    torch's kernel is faster there (``polyattn bench harm --only "fwd+bwd small*fp32"``): the native
+    backward pass packs for more rows than there are. In half types the native kernels are several times faster all the same, and
     masks of arrays and grouped heads, which torch's kernel takes wrapped, cost more than that.
 
     >>> p = Problem(batch=16, q_len=32, kv_len=32, heads=4, kv_heads=4, head_dim=32, grad=True)
