@@ -99,8 +99,9 @@ def is_small_training(p: Problem) -> bool:
     """Say whether a float32 call that trains is over in a millisecond, or meets few keys.
 
     torch's kernel is faster there (``polyattn bench harm --only "fwd+bwd small*fp32"``): the native
-    backward pass packs for more rows than there are. In half types the native kernels are several times faster all the same, and
-    masks of arrays and grouped heads, which torch's kernel takes wrapped, cost more than that.
+    backward pass packs for more rows than there are. In half types the native kernels are several
+    times faster all the same, and masks of arrays and grouped heads, which torch's kernel takes
+    wrapped, cost more than that.
 
     >>> p = Problem(batch=16, q_len=32, kv_len=32, heads=4, kv_heads=4, head_dim=32, grad=True)
     >>> is_small_training(p), is_small_training(p.with_(q_len=256, kv_len=256))
