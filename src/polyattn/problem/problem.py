@@ -101,6 +101,7 @@ class Problem:
     paged: int | None = None  # keys in each page
     quantized: str | None = None  # the dtype of the codes that keys and values are
     spread: str | None = None  # the mesh axes over which the rows of the sequence lie
+    higher: bool = False  # forward mode, or derivatives of derivatives, by function transforms
 
     def __post_init__(self) -> None:
         if self.value_dim == -1:
@@ -177,7 +178,7 @@ class Problem:
             self.softcap is not None, self.sinks > 0, self.sinks_grad, self.dropout_p > 0, self.lse,
             self.grad, self.deterministic, self.deterministic and self.grad, not self.contiguous,
             self.compiled, self.paged is not None, self.quantized is not None,
-            self.spread is not None,
+            self.spread is not None, self.higher,
         )  # fmt: skip
         return frozenset(itertools.compress(DEMANDS, asked))
 
@@ -225,6 +226,8 @@ class Problem:
         for later in ("paged", "quantized", "spread"):  # as it was written before there were these
             if data[later] is None:
                 del data[later]
+        if not self.higher:
+            del data["higher"]
         if self.mask is not None:
             data["mask"]["kinds"] = sorted(self.mask.kinds)
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -284,6 +287,8 @@ DEMANDS: dict[str, tuple[str, str, str]] = {
     "quantized": ("quantized keys", "{p.quantized} codes of keys and values",
                   "plain keys and values"),
     "spread": ("sequence", "the rows of a sequence spread over {p.spread}", "whole sequences"),
+    "higher": ("derivatives", "function transforms for forward mode or beyond first derivatives",
+               "first derivatives in reverse mode"),
 }  # fmt: skip
 _BESIDE_LENGTHS = tuple(
     field.name for field in fields(Problem) if field.name not in ("batch", "q_len", "kv_len")
@@ -292,6 +297,6 @@ _OPTIONAL = frozenset(
     {
         "bias", "bias_grad", "scale", "softcap", "sinks", "sinks_grad", "dropout_p",
         "grad", "lse", "deterministic", "contiguous", "compiled", "paged",
-        "quantized", "spread",
+        "quantized", "spread", "higher",
     }
 )  # fmt: skip

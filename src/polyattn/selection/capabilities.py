@@ -86,6 +86,7 @@ class Capabilities:
     paged: bool = False
     quantized: bool = False
     spread: bool = False
+    higher: bool = False
     exactness: str = "exact"
 
     def __post_init__(self) -> None:

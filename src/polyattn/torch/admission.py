@@ -16,6 +16,7 @@ from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
 from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
+from polyattn.torch.internals import are_higher, transforms
 from polyattn.torch.kit.masking import bind_mask, check_mask, known
 
 __all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "rebind", "rebinder"]
@@ -65,6 +66,7 @@ class TorchFront:
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             torch.compiler.is_compiling(),
+            higher=are_higher(transforms()),
         )
 
     def bind(self, mask: Mask, device: str) -> Mask:

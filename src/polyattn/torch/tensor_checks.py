@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.torch.internals import is_grad_enabled, tensor_guards, transform_level
+from polyattn.torch.internals import is_grad_enabled, tensor_guards, transform_level, transforms
 
 __all__ = ["tensor_check"]
 
@@ -23,10 +23,14 @@ def tensor_check(
     torch's own compiled guard looks at type, dtype, device, shape, the last stride, gradients and
     the dispatch state (autocast, inference mode, function transforms) in 0.2 us.
     """
-    check = _check(q, k, v, free)
+    check, mode = _check(q, k, v, free), is_grad_enabled()
+    if names := transforms():  # of which it is only told that there are some
+        return lambda q, k, v: (
+            transforms() == names and is_grad_enabled() is mode and check(q, k, v)
+        )
     if not (q.requires_grad or k.requires_grad or v.requires_grad):
         return check
-    mode = is_grad_enabled()  # which the compiled guard does not look at
+    # the compiled guard does not look at the mode
     return lambda q, k, v: is_grad_enabled() is mode and check(q, k, v)
 
 

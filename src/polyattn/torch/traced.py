@@ -23,7 +23,13 @@ from polyattn.selection.prepare import Plan, prepare
 from polyattn.torch import jagged
 from polyattn.torch.call_model import model_of, model_of_plain, plain_model_of
 from polyattn.torch.dtensors import is_sharded
-from polyattn.torch.internals import is_exported, mark_constant, order_effects
+from polyattn.torch.internals import (
+    are_higher,
+    is_exported,
+    mark_constant,
+    order_effects,
+    transforms,
+)
 from polyattn.torch.keys import switches
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.kit.masking import bind_mask
@@ -188,7 +194,7 @@ def _key(model: Any, asked: Any) -> Any:
     """Return the key of what is decided, or None for an option without a hash."""
     key = (
         model, asked, switches(), torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), are_higher(transforms()),
     )  # fmt: skip
     try:
         hash(key)

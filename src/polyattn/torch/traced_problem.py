@@ -14,6 +14,7 @@ from polyattn.problem.admission import admit as admit_call
 from polyattn.selection.wishes import Wishes, wishes_of
 from polyattn.torch.admission import arch_of
 from polyattn.torch.call_model import facts_of, mask_of
+from polyattn.torch.internals import are_higher, transforms
 from polyattn.torch.long_way import switched_on
 
 __all__ = ["as_text", "from_text", "problem_of", "wishes_of_traced", "with_numbers_as_text"]
@@ -49,7 +50,7 @@ class _Constants:
         self._cast = cast
 
     def surroundings(self, query: ArrayFacts) -> Surroundings:
-        """Read grad mode and determinism as they stand while tracing; compiled code guards them."""
+        """Read what holds around a call as it stands while tracing; compiled code guards it."""
         cast = None if self._cast is None else str(self._cast).rpartition(".")[2]
         return Surroundings(
             cast if query.device_type in ("cpu", "cuda") else None,
@@ -57,6 +58,7 @@ class _Constants:
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             True,
+            higher=are_higher(transforms()),
         )
 
     def bind(self, mask: Mask, device: str) -> Mask:

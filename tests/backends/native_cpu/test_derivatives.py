@@ -231,9 +231,9 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 def long_arrays(h: int = 64, v: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """Return arrays for which native_cpu is chosen, on processors without a better kernel."""
-    q, k, values = torch.randn(1, 2, 128, h), torch.randn(1, 2, 128, h), torch.randn(1, 2, 128, v)
+    q, k, values = torch.randn(1, 2, 256, h), torch.randn(1, 2, 256, h), torch.randn(1, 2, 256, v)
     with record_selections() as ran:
-        scaled_dot_product_attention(q, k, values)
+        scaled_dot_product_attention(q.clone().requires_grad_(), k, values)
     if [x.backend for x in ran] != ["native_cpu"]:
         pytest.skip(f"{ran[0].backend} is chosen here")
     return q, k, values
@@ -252,7 +252,7 @@ def alike(got: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_batched_gradients(way: Any, create_graph: bool) -> None:
     leaves = [x.requires_grad_() for x in long_arrays()]
-    many = torch.randn(3, 1, 2, 128, 64)
+    many = torch.randn(3, 1, 2, 256, 64)
     options: Any = {"is_grads_batched": True, "create_graph": create_graph}
     got = torch.autograd.grad(way(*leaves), leaves, many, **options)
     exact = torch.autograd.grad(formula(*leaves), leaves, many.double(), **options)
@@ -297,7 +297,7 @@ def test_second_and_forward_derivatives_where_native_is_chosen(way: Any) -> None
 
 
 def test_second_derivatives_of_a_trained_bias() -> None:
-    leaves = [*long_arrays(), torch.randn(2, 128, 128)]
+    leaves = [*long_arrays(), torch.randn(2, 256, 256)]
     found = []
     for function in (scaled_dot_product_attention, formula):
         own = [x.clone().requires_grad_() for x in leaves]

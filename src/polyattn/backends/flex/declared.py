@@ -26,7 +26,7 @@ def _flex() -> Backend:
         devices={"cpu"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
-        deterministic_backward=True, strided=True,
+        deterministic_backward=True, strided=True, higher=True,
     )  # fmt: skip
     cuda = Capabilities(  # read in torch's source, not run on a GPU
         devices={"cuda"}, dtypes=HALVES | {"float32"}, head_dims=(16, 256, 1), archs=(75, 121),

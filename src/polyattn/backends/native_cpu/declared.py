@@ -28,7 +28,7 @@ def _native_cpu() -> Backend:
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
         deterministic_backward=True, strided=True, compiled=True, isolates_compiled=True,
-        paged=True, quantized=True,
+        paged=True, quantized=True, higher=True,
     )  # fmt: skip
     return Backend(
         "native_cpu", "torch", cpu, _native_probe, loader("native_cpu.torch.native_kernel"),

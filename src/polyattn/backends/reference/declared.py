@@ -32,7 +32,7 @@ def _reference() -> Backend:
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True, sinks=True,
         sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True, backward=True,
         deterministic=True, deterministic_backward=True, strided=True, compiled=True,
-        isolates_compiled=True, paged=True, quantized=True,
+        isolates_compiled=True, paged=True, quantized=True, higher=True,
     )  # fmt: skip
     return Backend(
         "reference",

@@ -159,7 +159,7 @@ def _math() -> Backend:
         devices={"cpu", "cuda"}, dtypes=FLOATS, head_dims=(1, 1 << 16, 1), layouts=LAYOUTS,
         masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, sinks=True, sinks_grad=True,
         dropout=True, gqa=True, value_dim=True, backward=True, deterministic=True,
-        deterministic_backward=True, strided=True, compiled=True,
+        deterministic_backward=True, strided=True, compiled=True, higher=True,
     )  # fmt: skip
     return Backend(
         "sdpa_math",
@@ -180,7 +180,7 @@ def _portable() -> Backend:
         layouts=LAYOUTS, masks=ALL_MASKS, biases=BIASES, bias_grad=True, scale=True, softcap=True,
         sinks=True, sinks_grad=True, dropout=True, gqa=True, value_dim=True, lse=True,
         backward=True, deterministic=True, deterministic_backward=True, strided=True,
-        compiled=True,
+        compiled=True, higher=True,
     )  # fmt: skip
     return Backend(
         "portable",

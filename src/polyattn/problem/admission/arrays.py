@@ -48,7 +48,8 @@ class Surroundings(NamedTuple):
 
     `cast`: the dtype that autocast turns float inputs into, which may be the query's, or None.
     `trains`: gradients are recorded. `deterministic`: what holds where the call does not say.
-    `spread`: the mesh axes over which the sequence lies, whose rows the arrays are.
+    `spread`: the mesh axes over which the sequence lies, whose rows the arrays are. `higher`:
+    function transforms ask for forward mode, or for derivatives of derivatives.
     """
 
     cast: str | None = None
@@ -57,6 +58,7 @@ class Surroundings(NamedTuple):
     deterministic: bool = False
     compiled: bool = False
     spread: str | None = None
+    higher: bool = False
 
 
 class Front(Protocol):

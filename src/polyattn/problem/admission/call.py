@@ -84,14 +84,19 @@ def admit(
         deterministic=around.deterministic if deterministic is None else bool(deterministic),
         grad=around.trains and any(x.grad for x in (q, k, v)),
         contiguous=all(x.unit_stride for x in (q, k, v)), compiled=around.compiled,
-        spread=around.spread, **_added(bias, sinks, heads, q.device, around.trains, front),
+        spread=around.spread, higher=around.higher,
+        **_added(bias, sinks, heads, q.device, around.trains, front),
     )  # fmt: skip
+    _check_arrays(mask, bias, problem, front)
+    return Admitted(problem, mask, None if {q.dtype, k.dtype, v.dtype} == {dtype} else around.cast)
+
+
+def _check_arrays(mask: Mask | None, bias: Bias | None, problem: Problem, front: Front) -> None:
     if mask is not None:
-        read = front.known if around.spread is None else _not_read
+        read = front.known if problem.spread is None else _not_read
         check_mask(mask, problem, read, front.arange)
     if bias is not None:
         check_bias_shape(bias, problem)
-    return Admitted(problem, mask, None if {q.dtype, k.dtype, v.dtype} == {dtype} else around.cast)
 
 
 def _not_read(payload: Any) -> None:

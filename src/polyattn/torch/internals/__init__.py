@@ -107,6 +107,7 @@ from polyattn.torch.internals.operators import (
 from polyattn.torch.internals.private_names import LOOKED_AT, ROWS, Private
 from polyattn.torch.internals.state import (
     VERSION_COUNTER,
+    are_higher,
     are_overrides_on,
     are_transforms_active,
     below_autograd,
@@ -127,10 +128,12 @@ from polyattn.torch.internals.state import (
     saved_tensor_hooks,
     tracing_state,
     transform_level,
+    transforms,
     version_of,
 )
 
 __all__ = [
+    "are_higher",
     "are_overrides_on",
     "present_operator",
     "passed_on",
@@ -231,6 +234,7 @@ __all__ = [
     "torch_sdpa",
     "tracing_state",
     "transform_level",
+    "transforms",
     "unwrapped",
     "version_of",
     "without_overrides",

@@ -17,6 +17,7 @@ from polyattn.torch.internals.private_names import MISSING, noted, private
 
 __all__ = [
     "VERSION_COUNTER",
+    "are_higher",
     "are_overrides_on",
     "are_transforms_active",
     "below_autograd",
@@ -37,6 +38,7 @@ __all__ = [
     "saved_tensor_hooks",
     "tracing_state",
     "transform_level",
+    "transforms",
     "version_of",
 ]
 
@@ -86,6 +88,29 @@ transform_level: Callable[[], int | None] = private(
     lambda: 0 if are_transforms_active() else None,
 )
 """The level of torch.func's transforms that run, None outside them."""
+
+_transform_stack: Callable[[], Any] = private(
+    "torch._C._functorch.get_interpreter_stack",
+    "each function transform counts as one of forward mode and of derivatives beyond the first",
+    lambda: (SimpleNamespace(key=lambda: SimpleNamespace(name="Jvp")),),
+)
+
+
+def transforms() -> tuple[str, ...]:
+    """Return the transforms of torch.func around a call, outermost first: ("Vmap", "Grad")."""
+    if not are_transforms_active():
+        return ()
+    return tuple(one.key().name for one in _transform_stack() or ())
+
+
+def are_higher(names: tuple[str, ...]) -> bool:
+    """Say whether transforms ask for forward mode, or for derivatives of derivatives.
+
+    >>> are_higher(("Vmap", "Grad")), are_higher(("Grad", "Grad")), are_higher(("Jvp",))
+    (False, True, True)
+    """
+    return "Jvp" in names or names.count("Grad") > 1
+
 
 is_wrapped_by_transform: Callable[[Tensor], bool] = private(
     "torch._C._functorch.is_functorch_wrapped_tensor",

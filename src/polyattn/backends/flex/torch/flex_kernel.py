@@ -132,7 +132,8 @@ class _Attend:
         moves = dual_levels._current_level >= 0  # forward mode, whose tangents detach() drops
         if not (self.trains or moves):  # it refuses inputs that could have gradients, also unused
             q, k, v = q.detach(), k.detach(), v.detach()
-        grad = torch.enable_grad() if self.trains else torch.no_grad()
+        # a level around that of forward mode may record gradients, and shares the switch
+        grad = torch.enable_grad() if self.trains or moves else torch.no_grad()
         with grad, torch.autocast(q.device.type, enabled=False):  # neither is to recompile
             return self._attend(q, k, v, mask, bias, sinks, moves)
 

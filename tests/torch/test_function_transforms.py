@@ -1,0 +1,105 @@
+"""Function transforms around a call: who computes derivatives beyond the first, and who refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jvp, vmap
+
+from polyattn import Unsupported, record_selections
+from polyattn.selection.registry import Missing, registry
+from polyattn.torch import attention
+
+Function = Callable[[Tensor], Tensor]
+
+TRANSFORMS: dict[str, Callable[[Function], Function]] = {
+    "jvp": lambda f: lambda q: jvp(f, (q,), (q.sin(),))[1],
+    "grad of grad": lambda f: grad(lambda q: grad(f)(q).sin().sum()),
+    "jvp of grad": lambda f: lambda q: jvp(grad(f), (q,), (q.sin(),))[1],
+    "grad of jvp": lambda f: grad(lambda q: jvp(f, (q,), (q.sin(),))[1]),
+    "vmap of grad of grad": lambda f: (
+        lambda q: vmap(grad(lambda p: grad(f)(p).sin().sum()))(torch.stack([q, q.cos()]))
+    ),
+}
+transforms = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+
+
+def arrays(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(1, 2, length, 16) for _ in range(3))  # type: ignore[return-value]
+
+
+def called(k: Tensor, v: Tensor, backend: str | None = None) -> Function:
+    def function(q: Tensor) -> Tensor:
+        out = attention(q, k, v, layout="BNTH", backend=backend)
+        return out.square().sum()
+
+    return function
+
+
+def defined(k: Tensor, v: Tensor) -> Function:
+    def function(q: Tensor) -> Tensor:
+        scores = q.double() @ k.double().transpose(-1, -2) / 4
+        return (scores.softmax(-1) @ v.double()).square().sum()
+
+    return function
+
+
+def agree(got: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(got.double(), exact.double(), rtol=1e-4, atol=1e-4)
+
+
+@transforms
+@pytest.mark.parametrize("length", [8, 100])
+def test_what_is_chosen_has_the_derivatives(transform: Any, length: int) -> None:
+    q, k, v = arrays(length)
+    agree(transform(called(k, v))(q), transform(defined(k, v))(q))
+
+
+@transforms
+@pytest.mark.parametrize("backend", ["native_cpu", "sdpa_math", "portable", "reference", "flex"])
+def test_backends_that_declare_them_have_them(transform: Any, backend: str) -> None:
+    q, k, v = arrays(20)
+    if isinstance(registry["torch", backend].probe(), Missing):
+        pytest.skip(f"{backend} does not run here")
+    agree(transform(called(k, v, backend))(q), transform(defined(k, v))(q))
+
+
+@transforms
+def test_a_kernel_without_them_refuses(transform: Any) -> None:
+    q, k, v = arrays(8)
+    with pytest.raises(Unsupported, match="function transforms for forward mode or beyond first"):
+        transform(called(k, v, "sdpa_flash"))(q)
+
+
+@transforms
+@pytest.mark.parametrize("length", [8, 100])
+def test_compiled_code_has_them(transform: Any, length: int) -> None:
+    q, k, v = arrays(length)
+    compiled = torch.compile(transform(called(k, v)), fullgraph=True, backend="aot_eager")
+    agree(compiled(q), transform(defined(k, v))(q))
+
+
+def test_one_level_is_not_taken_for_two() -> None:
+    q, k, v = arrays(8)
+    function, exact = called(k, v), defined(k, v)
+    with record_selections() as ran:
+        for _ in range(2):
+            agree(grad(function)(q), grad(exact)(q))
+            agree(hessian(function)(q), hessian(exact)(q))
+            agree(TRANSFORMS["grad of grad"](function)(q), TRANSFORMS["grad of grad"](exact)(q))
+    assert {x.problem.higher for x in ran} == {False, True}
+    assert all(x.backend != "sdpa_flash" for x in ran if x.problem.higher)
+    first = [x.backend for x in ran if not x.problem.higher]
+    assert first == [first[0]] * 2
+
+
+def test_first_derivatives_are_no_higher_ones() -> None:
+    q, k, v = arrays(8)
+    with record_selections() as ran:
+        grad(called(k, v))(q)
+        vmap(called(k, v, "native_cpu"))(torch.stack([q, q]))
+    assert not any(x.problem.higher for x in ran)
