@@ -189,13 +189,14 @@ inline bool open_item(const Arguments& a, const Division& d, int64_t number, Str
 
 // One thread for what takes some twenty microseconds; waking others takes a few. Else all that may
 // be used, also if there are fewer tasks: libgomp ends its workers when fewer are asked for.
-// Few rows are bound by reading keys and values, and a second thread pays from 40,000 numbers on; short
-// ones are bound by packing these.
+// Few rows are bound by reading keys and values, and a second thread pays from 40,000 numbers on, or from 32
+// tasks of a quarter of a microsecond each; short ones are bound by packing these.
 inline int worthwhile(const Arguments& a, int64_t tasks) {
   const double read =
       double(a.batch) * double(a.kv_heads) * double(a.kv_len) * double(a.head_dim + a.value_dim);
   const int64_t rows = a.q_heads / a.kv_heads * a.q_len;
-  const double work = rows <= kFewRows ? read * 24 : read * double(rows) * (a.q_len <= 32 ? 4 : 1);
+  const double work = rows <= kFewRows ? read * 24 + double(tasks) * (1 << 15)
+                                       : read * double(rows) * (a.q_len <= 32 ? 4 : 1);
   return work < (1 << 20) || tasks == 1 ? 1 : a.threads;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 
@@ -143,6 +144,68 @@ def test_what_was_changed_between_forward_and_backward_is_an_error(tmp_path: Pat
             model.blocks[2].up.weight.data.mul_(2)
         with pytest.raises(OffloadError, match=r"blocks\.2.*changed after the forward"):
             out.sum().backward()
+
+
+def test_what_was_only_read_between_forward_and_backward_is_no_change(tmp_path: Path) -> None:
+    model, theirs = frozen(), frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle:
+        x, y = (X.clone().requires_grad_() for _ in range(2))
+        out = model(x)
+        with handle.loaded():
+            assert torch.equal(model.blocks[2].up.weight, theirs.blocks[2].up.weight)
+        with handle.mutate_params_scope():
+            assert torch.equal(model.blocks[3].up.weight, theirs.blocks[3].up.weight)
+        out.sum().backward()
+    theirs(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("how", ["here", "away", "uncounted away"])
+def test_a_change_between_forward_and_backward_is_seen_however_it_is_made(
+    how: str, tmp_path: Path
+) -> None:
+    model = frozen()
+    with offload(model, device="cpu", disk=tmp_path) as handle, torch.no_grad():
+        weight = model.blocks[2].up.weight
+        with torch.enable_grad():
+            loss = model(X.clone().requires_grad_()).sum()
+        if how == "here":
+            with handle.loaded("blocks.2"):
+                weight.mul_(2)
+        elif how == "away":
+            with handle.mutate_params_scope():
+                weight.mul_(2)
+        else:
+            weight.data.mul_(2)
+        with pytest.raises(OffloadError, match=r"blocks\.2.*changed after the forward"):
+            loss.backward()
+
+
+class Counted(nn.Module):
+    """Frozen, but counts its calls and keeps running statistics, as norms of batches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.up(x))
+
+
+def test_buffers_that_forward_changes_are_no_changed_weights(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Counted() for _ in range(4))).requires_grad_(False)
+    theirs = copy.deepcopy(model)
+    with offload(model, device="cpu", disk=tmp_path):
+        found = []
+        for each in (model, theirs):
+            for _ in range(2):
+                x = X.clone().requires_grad_()
+                each(x).square().sum().backward()
+                found.append(x.grad)
+        assert torch.equal(found[0], found[2])
+        assert torch.equal(found[1], found[3])
+    assert all(map(torch.equal, model.buffers(), theirs.buffers()))
 
 
 def test_training_the_weights_themselves_is_refused(tmp_path: Path) -> None:

@@ -135,6 +135,9 @@ for _ in range(1 + dist.get_rank()):
     out = F.scaled_dot_product_attention(q, q, q)
 out.sum().backward()
 dist.barrier()
+# gloo's threads end with the last who holds the group; one that outlives the interpreter and drops
+# a tensor aborts the process (pytorch/pytorch#179291), with polyattn or without
+del layer, q, out
 dist.destroy_process_group()
 """
     (tmp_path / "train.py").write_text(text)

@@ -150,8 +150,8 @@ def test_a_closure_is_known_by_its_code_and_not_by_its_name() -> None:
         return k >= q
 
     made = polyattn_mask(B, 4, 4, mask_function=causal_mask_function)
-    assert isinstance(made, torch.Tensor)
-    assert made[0, 0].tolist() == torch.ones(4, 4).triu().bool().tolist()
+    dense = made.dense() if isinstance(made, AttentionMaskValue) else made
+    assert dense[0, 0].tolist() == torch.ones(4, 4).triu().bool().tolist()
 
 
 def test_a_cache_of_fixed_length_is_told_by_two_lengths_whose_values_are_not_read() -> None:
@@ -271,3 +271,50 @@ def test_a_mask_function_reads_the_padding_once() -> None:
     with Counting():
         polyattn_mask(B, 8, 8, attention_mask=torch.ones(B, 8, dtype=torch.bool))
     assert next(reads) == 1
+
+
+def near(size: int) -> Any:
+    return lambda b, h, q, k: abs(q - k) < size
+
+
+OWN = {
+    "near": near(3),
+    "near or causal window": theirs.or_masks(
+        theirs.sliding_window_causal_mask_function(3), near(3)
+    ),
+    "always": theirs.or_masks(theirs.causal_mask_function, lambda *_: torch.tensor(True)),
+    "a window apart": lambda b, h, q, k: (q - k >= 2) & (q - k < 4),
+    "no band": lambda b, h, q, k: (q + k) % 3 != 0,
+    "a band with a hole": lambda b, h, q, k: (abs(q - k) < 3) & ~((q == 5) & (k == 5)),
+    "by the entry": lambda b, h, q, k: abs(q - k) < 2 + b,
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("place", PLACES)
+def test_functions_of_models_say_what_they_say(place: str, padding: str) -> None:
+    queries, keys, q_offset, kv_offset = PLACES[place]
+    seen = min(q_offset + queries, kv_offset + keys)
+    for name, function in OWN.items():
+        call: dict[str, Any] = {
+            "q_length": queries, "kv_length": keys, "q_offset": q_offset, "kv_offset": kv_offset,
+            "mask_function": function, "attention_mask": PADDINGS[padding](seen),
+        }  # fmt: skip
+        made = polyattn_mask(batch_size=B, **call)
+        stock = theirs.sdpa_mask(batch_size=B, **call | {"allow_is_causal_skip": False})
+        dense = made.dense() if isinstance(made, AttentionMaskValue) else made
+        assert torch.equal(dense.expand(B, 1, -1, -1), stock.expand(B, 1, -1, -1)), (name, made)
+
+
+def test_which_functions_of_models_are_bands() -> None:
+    made = {
+        name: polyattn_mask(B, 16, 16, mask_function=function, attention_mask=PADDINGS["right"](16))
+        for name, function in OWN.items()
+    }
+    shown = {n: repr(x.mask) for n, x in made.items() if isinstance(x, AttentionMaskValue)}
+    padding = "Padding(q=None, kv=2)"
+    assert shown == {
+        "near": f"Window(left=2, right=2) & {padding}",
+        "near or causal window": f"Window(left=2, right=2) & {padding}",
+        "always": padding,
+    }

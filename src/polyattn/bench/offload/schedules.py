@@ -165,8 +165,8 @@ def _call_at_once(
     turns = Turns(lot, len(orders))
 
     def body(number: int) -> None:
-        carrier.use_stream(f"compute {number}", after=[carrier.stream()])
         with turns.taken_by(number):
+            carrier.use_stream(f"compute {number}", after=[carrier.stream()])
             _call(model, seen, orders[number])
 
     for block in model.members:

@@ -57,7 +57,7 @@ def saving_references(engine: Engine, unit: Unit) -> AbstractContextManager[Any]
         if tensor.untyped_storage().data_ptr() != shown.untyped_storage().data_ptr():
             return tensor
         place = Place.of(tensor, int(tensor.storage_offset()) * tensor.element_size())
-        return _Reference(engine, unit, place, unit.generation)
+        return _Reference(engine, unit, place, unit.generation(place.offset))
 
     scope = saved_tensors_hooks(pack, _unpack)
     scope.__enter__()
@@ -67,7 +67,7 @@ def saving_references(engine: Engine, unit: Unit) -> AbstractContextManager[Any]
 def _unpack(saved: Any) -> Tensor:
     if not isinstance(saved, _Reference):
         return saved  # type: ignore[no-any-return]
-    if saved.unit.generation != saved.generation:
+    if saved.unit.generation(saved.place.offset) != saved.generation:
         raise OffloadError(
             f"got a backward pass through {saved.unit.name}, whose weights were changed after the "
             "forward pass, expected them as they were: change weights after backward"

@@ -127,6 +127,13 @@ class Layout:
             end = start + segment.nbytes
         self.nbytes = end
 
+    def is_like(self, other: Layout) -> bool:
+        """Whether the same tensors lie at the same places."""
+        return self._whereabouts() == other._whereabouts()
+
+    def _whereabouts(self) -> list[tuple[int, Place, int]]:
+        return [(id(leaf.tensor), place, self.offsets[i]) for leaf, place, i in self.leaves()]
+
     def memory_of(self, block: Tensor) -> list[Tensor]:
         """Return the part of `block` (uint8) that belongs to each segment."""
         pairs = zip(self.segments, self.offsets, strict=True)

@@ -33,8 +33,16 @@ class Source(Protocol):
         """Whether somebody wrote into the segments."""
         ...
 
+    def is_changed_at(self, index: int) -> bool:
+        """Whether somebody wrote into one of the segments."""
+        ...
+
     def check(self) -> None:
         """Raise if the segments do not hold the weights any more, for their file was written to."""
+        ...
+
+    def forget(self) -> None:
+        """Let the system take back pages of files that somebody read."""
         ...
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
@@ -72,8 +80,14 @@ class HostSource:
     def is_changed(self) -> bool:
         return False
 
+    def is_changed_at(self, index: int) -> bool:
+        return False
+
     def check(self) -> None:
         """Memory is nobody else's."""
+
+    def forget(self) -> None:
+        """Memory is no file's."""
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
         return []
@@ -124,6 +138,10 @@ class FileSource:
     def is_changed(self) -> bool:
         return any(m.is_changed() for m in self._mappings if m is not None)
 
+    def is_changed_at(self, index: int) -> bool:
+        mapping = self._mappings[index]
+        return mapping is not None and mapping.is_changed()
+
     def check(self) -> None:
         for mapping, part in zip(self._mappings, self._parts, strict=True):
             if mapping is not None:
@@ -134,7 +152,6 @@ class FileSource:
                         raise
 
     def forget(self) -> None:
-        """Let the system take back pages that somebody read."""
         for mapping in self._mappings:
             if mapping is not None:
                 mapping.forget()

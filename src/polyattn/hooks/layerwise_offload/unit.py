@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
-from polyattn.hooks.layerwise_offload.leaves import Leaf, inner_tensors, put_data
-from polyattn.hooks.layerwise_offload.segments import Layout
+from polyattn.hooks.layerwise_offload.leaves import Leaf, inner_tensors, plain, put_data
+from polyattn.hooks.layerwise_offload.segments import Layout, Place
 from polyattn.hooks.layerwise_offload.sources import Source
 from polyattn.torch.internals import is_wrapped_by_transform, own_buffers, own_parameters
 
 __all__ = ["Unit"]
+
+_CHUNK = 4 << 20
 
 
 class Unit:
@@ -28,12 +32,24 @@ class Unit:
         self.name = name
         self.modules = tuple(modules)
         self.uses = 0
-        self.generation = 0
         self.shown: Tensor | None = None
-        self.settle_in(layout, home)
+        self._leaves: list[tuple[Leaf, Place, int]] = []
+        self._counted: list[int] = []
+        self._generations = [0] * len(layout.segments)
+        self._settle_in(layout, home)
 
     def settle_in(self, layout: Layout, home: Source) -> None:
-        """Take a home: the unit's tensors become what lies there."""
+        """Take another home: the unit's tensors become what lies there."""
+        self._count_changes()
+        if layout.is_like(self.layout):
+            for index in range(len(layout.segments)):
+                self._generations[index] += not _is_same(self.home, home, index)
+        else:
+            latest = max(self._generations, default=0)
+            self._generations = [latest + 1] * len(layout.segments)
+        self._settle_in(layout, home)
+
+    def _settle_in(self, layout: Layout, home: Source) -> None:
         self.layout = layout
         self.home = home
         memory = home.segments()
@@ -41,7 +57,7 @@ class Unit:
         self._parts = self._parts_now()
         self._at_home = [place.over(memory[index]) for _, place, index in self._leaves]
         self._addresses = [tensor.data_ptr() for tensor in self._at_home]
-        self.generation += 1
+        self._counted = [leaf.version for leaf, _, _ in self._leaves]
         self.hide()
 
     @property
@@ -56,18 +72,22 @@ class Unit:
 
     def show(self, slot: Tensor) -> None:
         """Let the tensors be the bytes in a slot."""
+        self._count_changes()
         memory = self.layout.memory_of(slot)
         for leaf, place, index in self._leaves:
             put_data(leaf.tensor, place.over(memory[index]))
         self.shown = slot
         self.note_versions()
+        self._counted = list(self._versions)
 
     def hide(self) -> None:
         """Let the tensors be what lies at home."""
+        self._count_changes()
         for (leaf, _, _), at_home in zip(self._leaves, self._at_home, strict=True):
             put_data(leaf.tensor, at_home)
         self.shown = None
         self.note_versions()
+        self._counted = list(self._versions)
 
     def hide_but_replaced(self) -> None:
         """Let the tensors be what lies at home, but those that were given other memory."""
@@ -83,6 +103,22 @@ class Unit:
         """Be the bytes of `memory` for good; what was at home is not needed any more."""
         self.show(memory)
         self._at_home = []
+
+    def generation(self, offset: int) -> int:
+        """Return a number that changes with the memory that lies `offset` bytes into the unit.
+
+        It changes where torch counts a change or a new home holds other bytes, and not where the
+        same bytes move.
+        """
+        self._count_changes()
+        return self._generations[bisect_right(self.layout.offsets, offset) - 1]
+
+    def _count_changes(self) -> None:
+        for which, (leaf, _, index) in enumerate(self._leaves):
+            version = leaf.version
+            if version != self._counted[which]:
+                self._counted[which] = version
+                self._generations[index] += 1
 
     def note_versions(self) -> None:
         """Take the tensors as they are for unchanged."""
@@ -133,3 +169,17 @@ class Unit:
         return [
             (leaf, home) for (leaf, _, _), home in zip(self._leaves, self._at_home, strict=True)
         ]
+
+
+def _is_same(old: Source, new: Source, index: int) -> bool:
+    """Say whether a segment holds the same in another home, in little memory."""
+    if old.is_changed_at(index):
+        return False
+    one, other = old.segments()[index], new.segments()[index]
+    for start in range(0, one.numel(), _CHUNK):
+        with plain(), torch.no_grad():
+            if not torch.equal(one[start : start + _CHUNK], other[start : start + _CHUNK]):
+                return False
+        old.forget()
+        new.forget()
+    return True

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from polyattn.integrations.transformers.composed import hides_the_future
+from polyattn.integrations.transformers.composed import factory_of, hides_the_future
 from polyattn.integrations.transformers.frame import Frame
 from polyattn.integrations.transformers.library import configures_eager_only, library
+from polyattn.integrations.transformers.looked_at import band
 from polyattn.integrations.transformers.mask_value import AttentionMaskValue
 from polyattn.integrations.transformers.one_query import range_of_one_query
 from polyattn.integrations.transformers.padding import is_readable, keys_of, padding_mask
@@ -69,7 +70,7 @@ def polyattn_mask(
             window = _window_of(config, local_size)
             found = traced_mask(*call, window, allow_is_causal_skip, allow_is_bidirectional_skip)
         else:
-            found, limit = _mask(*call, allow_is_causal_skip)
+            found, limit = _mask(*call, allow_is_causal_skip, use_vmap)
     looks = configures_eager_only(config)
     if found is None and looks:
         return masking.eager_mask(*sizes, **evaluated, **kwargs)
@@ -93,6 +94,7 @@ def _mask(
     kv_offset: Any,
     device: Any,
     may_be_skipped: bool,
+    use_vmap: bool,
 ) -> tuple[Mask | None, int]:
     """Return the mask and the number of keys that it is about; None if it is not known.
 
@@ -114,6 +116,8 @@ def _mask(
     if attention_mask is not None:
         told = padding_mask(keys_of(attention_mask, batch, kv_offset, frame.keys))
     found = read(function, frame, attention_mask is not None and _begins_late(told, kv_offset))
+    if found is None and factory_of(function) in (None, "and", "or"):
+        found = band(function, frame, use_vmap)
     return (None, keys) if found is None else (found & told, frame.keys)
 
 

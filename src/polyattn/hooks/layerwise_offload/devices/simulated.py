@@ -106,7 +106,7 @@ class SimulatedCarrier(Carrier):
     def retire(self, slot: Tensor, fetch: Fetch | None, users: Iterable[str]) -> None:
         if fetch is not None:
             self.abandon(fetch)
-        self._retired.append((slot, [self._record(name) for name in (COPIES, *users)]))
+        self._retired.append((slot, [self._record(name) for name in (COPIES, *sorted(users))]))
 
     def _drop_retired(self) -> None:
         self._retired = [
@@ -129,7 +129,7 @@ class SimulatedCarrier(Carrier):
             self._queue(name, [self._record(other) for other in after])
 
     def fetch(self, source: Source, slot: Tensor, nbytes: int, users: Iterable[str]) -> Fetch:
-        self._queue(COPIES, [self._record(user) for user in users])
+        self._queue(COPIES, [self._record(user) for user in sorted(users)])  # a seed says all
         filling = _Filling()
         copies = source.copies(slot)
         if copies:
@@ -186,7 +186,7 @@ class SimulatedCarrier(Carrier):
         fetch.handle.gate.shut()
 
     def wait_for(self, users: Iterable[str]) -> None:
-        events = [self._record(user) for user in users]
+        events = [self._record(user) for user in sorted(users)]
         while any(event.time is None for event in events) and self._step():
             pass
 
