@@ -168,3 +168,30 @@ def test_several_devices(fake: Module) -> None:
         handle.detach()
     with pytest.raises(OffloadError, match="one of the 2 that are here"):
         OverHostMemory(2)
+
+
+def test_changes_between_forward_and_backward_are_told_from_reads_on_the_host(fake: Module) -> None:
+    model, theirs = frozen(), frozen()
+    with offload(model, device=OverHostMemory(), depth=1) as handle, torch.no_grad():
+        weight = model.blocks[2].up.weight
+        assert {unit.tier for unit in handle.plan.units if unit.name in handle.units} == {"host"}
+
+        def scope(how: str) -> Any:
+            return handle.loaded("blocks.2") if how == "here" else handle.mutate_params_scope()
+
+        for how in ("here", "away"):
+            x, y = (X.clone().requires_grad_() for _ in range(2))
+            with torch.enable_grad():
+                loss, exact = model(x).sum(), theirs(y).sum()
+            with scope(how):
+                assert torch.equal(weight, theirs.blocks[2].up.weight)
+            loss.backward()
+            exact.backward()
+            assert torch.equal(x.grad, y.grad)
+            with torch.enable_grad():
+                loss = model(x).sum()
+            with scope(how):
+                weight.mul_(2)
+            with pytest.raises(OffloadError, match=r"blocks\.2.*changed after the forward"):
+                loss.backward()
+            theirs.blocks[2].up.weight.mul_(2)

@@ -169,11 +169,6 @@ class Mapping:
         flags = _flags_of_pages(self._address, self._pages)
         return bool(len(flags) and np.all((flags & _THERE != 0) & (flags & _OF_FILE == 0)))
 
-    def forget(self) -> None:
-        """Let go of the pages that were only read; what was written stays."""
-        if hasattr(self._block, "madvise") and not self.is_changed():
-            self._block.madvise(mmap.MADV_DONTNEED)
-
 
 def _private() -> dict[str, int]:
     if sys.platform == "win32":

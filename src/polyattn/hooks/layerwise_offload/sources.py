@@ -41,8 +41,8 @@ class Source(Protocol):
         """Raise if the segments do not hold the weights any more, for their file was written to."""
         ...
 
-    def forget(self) -> None:
-        """Let the system take back pages of files that somebody read."""
+    def read(self, index: int, start: int, into: memoryview) -> None:
+        """Read bytes of a segment, from byte `start` on, without mapping what lies in a file."""
         ...
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
@@ -86,8 +86,8 @@ class HostSource:
     def check(self) -> None:
         """Memory is nobody else's."""
 
-    def forget(self) -> None:
-        """Memory is no file's."""
+    def read(self, index: int, start: int, into: memoryview) -> None:
+        into[:] = self._segments[index][start : start + len(into)].numpy().data
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
         return []
@@ -151,10 +151,9 @@ class FileSource:
                     if not mapping.is_apart():
                         raise
 
-    def forget(self) -> None:
-        for mapping in self._mappings:
-            if mapping is not None:
-                mapping.forget()
+    def read(self, index: int, start: int, into: memoryview) -> None:
+        part = self._parts[index]
+        part.file.read(part.start + start, into)
 
     def reads(self, slot: Tensor) -> list[tuple[FilePart, memoryview]]:
         if not self.sees_writes:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from polyattn.hooks.layerwise_offload.leaves import Leaf, inner_tensors, plain, put_data
+from polyattn.hooks.layerwise_offload.leaves import Leaf, inner_tensors, put_data
 from polyattn.hooks.layerwise_offload.segments import Layout, Place
 from polyattn.hooks.layerwise_offload.sources import Source
 from polyattn.torch.internals import is_wrapped_by_transform, own_buffers, own_parameters
 
 __all__ = ["Unit"]
 
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 
 
 class Unit:
@@ -35,6 +34,7 @@ class Unit:
         self.shown: Tensor | None = None
         self._leaves: list[tuple[Leaf, Place, int]] = []
         self._counted: list[int] = []
+        self._changes = 0  # that are told
         self._generations = [0] * len(layout.segments)
         self._settle_in(layout, home)
 
@@ -43,10 +43,11 @@ class Unit:
         self._count_changes()
         if layout.is_like(self.layout):
             for index in range(len(layout.segments)):
-                self._generations[index] += not _is_same(self.home, home, index)
+                if not _is_same(self.home, home, index):
+                    self._note_change(index)
         else:
-            latest = max(self._generations, default=0)
-            self._generations = [latest + 1] * len(layout.segments)
+            self._changes += 1
+            self._generations = [self._changes] * len(layout.segments)
         self._settle_in(layout, home)
 
     def _settle_in(self, layout: Layout, home: Source) -> None:
@@ -111,14 +112,20 @@ class Unit:
         same bytes move.
         """
         self._count_changes()
+        if not self._generations:  # all of it was taken away
+            return self._changes
         return self._generations[bisect_right(self.layout.offsets, offset) - 1]
+
+    def _note_change(self, index: int) -> None:
+        self._changes += 1
+        self._generations[index] = self._changes
 
     def _count_changes(self) -> None:
         for which, (leaf, _, index) in enumerate(self._leaves):
             version = leaf.version
             if version != self._counted[which]:
                 self._counted[which] = version
-                self._generations[index] += 1
+                self._note_change(index)
 
     def note_versions(self) -> None:
         """Take the tensors as they are for unchanged."""
@@ -175,11 +182,12 @@ def _is_same(old: Source, new: Source, index: int) -> bool:
     """Say whether a segment holds the same in another home, in little memory."""
     if old.is_changed_at(index):
         return False
-    one, other = old.segments()[index], new.segments()[index]
-    for start in range(0, one.numel(), _CHUNK):
-        with plain(), torch.no_grad():
-            if not torch.equal(one[start : start + _CHUNK], other[start : start + _CHUNK]):
-                return False
-        old.forget()
-        new.forget()
+    nbytes = new.segments()[index].numel()
+    one, other = (memoryview(bytearray(min(_CHUNK, nbytes))) for _ in range(2))
+    for start in range(0, nbytes, _CHUNK):
+        size = min(_CHUNK, nbytes - start)
+        old.read(index, start, one[:size])
+        new.read(index, start, other[:size])
+        if one[:size] != other[:size]:
+            return False
     return True
