@@ -180,7 +180,7 @@ class Unit:
 
 def _is_same(old: Source, new: Source, index: int) -> bool:
     """Say whether a segment holds the same in another home, in little memory."""
-    if old.is_changed_at(index):
+    if old.is_closed or old.is_changed_at(index):  # closed: it stayed on the device meanwhile
         return False
     nbytes = new.segments()[index].numel()
     one, other = (memoryview(bytearray(min(_CHUNK, nbytes))) for _ in range(2))
