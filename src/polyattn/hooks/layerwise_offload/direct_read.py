@@ -33,9 +33,12 @@ class _Bounce(threading.local):
 
     memory: np.ndarray | None = None
 
-    def take(self) -> np.ndarray:
-        if self.memory is None:
-            self.memory = np.frombuffer(pages(_BOUNCE), np.uint8)
+    def take(self, length: int) -> np.ndarray:
+        """Return memory that was touched, so that a measured peak has it in any case."""
+        if self.memory is None or len(self.memory) < length:
+            self.memory = None  # goes before the next comes
+            self.memory = np.frombuffer(pages(length), np.uint8)
+            self.memory[::_BLOCK] = 0
         return self.memory
 
 
@@ -56,10 +59,18 @@ class DirectFile:
         """Read some bytes, at least one before the end of the file; return how many."""
         if self._direct < 0 or len(into) < _BLOCK:
             return os.preadv(self._cached, [into], start)
+        memory = np.frombuffer(into, np.uint8)
+        bounce = None
+        if start % _BLOCK or memory.ctypes.data % _BLOCK:
+            # taken whether it is needed now or not: the next time nothing may be in the cache
+            bounce = _bounce.take(min(_BOUNCE, _in_blocks(start % _BLOCK + len(into))))
         if _is_cached(self._cached, start, len(into)):
             return os.preadv(self._cached, [into], start)
         try:
-            return self._straight(start, into)
+            if bounce is None:
+                whole = into[: len(into) // _BLOCK * _BLOCK]
+                return os.preadv(self._direct, [whole], start)
+            return self._by_way_of(bounce, start, memory)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -71,18 +82,18 @@ class DirectFile:
         self._direct = -1
         self._close_direct()
 
-    def _straight(self, start: int, into: memoryview) -> int:
-        """Read whole blocks in place, or where they lie otherwise in memory, by way of a bounce."""
-        memory = np.frombuffer(into, np.uint8)
-        if start % _BLOCK == 0 and memory.ctypes.data % _BLOCK == 0:
-            return os.preadv(self._direct, [into[: len(into) // _BLOCK * _BLOCK]], start)
-        first = start // _BLOCK * _BLOCK
-        bounce = _bounce.take()
-        length = min(len(bounce), -(-(start + len(into) - first) // _BLOCK) * _BLOCK)
-        got = os.preadv(self._direct, [bounce[:length].data], first) - (start - first)
-        count = max(0, min(got, len(into)))
-        np.copyto(memory[:count], bounce[start - first : start - first + count])
+    def _by_way_of(self, bounce: np.ndarray, start: int, memory: np.ndarray) -> int:
+        """Read whole blocks that lie otherwise in memory."""
+        skip = start % _BLOCK
+        length = min(len(bounce), _in_blocks(skip + len(memory)))
+        got = os.preadv(self._direct, [bounce[:length].data], start - skip) - skip
+        count = max(0, min(got, len(memory)))
+        np.copyto(memory[:count], bounce[skip : skip + count])
         return count
+
+
+def _in_blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
 
 
 def _close(descriptor: int) -> None:

@@ -19,7 +19,8 @@ from polyattn.hooks.layerwise_offload.sources import FileSource, HostSource, Sou
 
 __all__ = ["Homes"]
 
-_CHUNK = 64 << 20
+_CHUNK = 2 << 20
+"""What is compared at once: a weight that was changed is compared within a budget."""
 
 
 class Homes:

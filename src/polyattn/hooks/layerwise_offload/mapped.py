@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,7 @@ class MappedFile:
                 f"got {self.path}, which cannot be opened ({error.strerror}), expected a file of "
                 "weights: look at the path"
             ) from error
+        weakref.finalize(self, self._file.close)  # who drops a model leaves no file open
         self._settle()
         self._seen = self._state()
         self._direct = DirectFile(self._file.fileno(), self.path)
