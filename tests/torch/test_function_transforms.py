@@ -12,7 +12,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 from polyattn import Unsupported, record_selections
 from polyattn.selection.registry import Missing, registry
-from polyattn.torch import attention
+from polyattn.torch import attention, paged_attention
 
 Function = Callable[[Tensor], Tensor]
 
@@ -103,3 +103,25 @@ def test_first_derivatives_are_no_higher_ones() -> None:
         grad(called(k, v))(q)
         vmap(called(k, v, "native_cpu"))(torch.stack([q, q]))
     assert not any(x.problem.higher for x in ran)
+
+
+def test_pages_have_them_where_they_are_gathered() -> None:
+    """The native kernel for pages is no operator that transforms know."""
+    if isinstance(registry["torch", "native_cpu"].probe(), Missing):
+        pytest.skip("the extension is not built")
+    pages_k, pages_v = torch.randn(2, 3, 4, 2, 16).unbind()
+    table, lengths = torch.tensor([[2, 0]]), torch.tensor([6])
+    q = torch.randn(1, 2, 2, 16)
+
+    def function(q: Tensor, backend: str | None = None) -> Tensor:
+        return paged_attention(q, pages_k, pages_v, table, lengths, backend=backend)
+
+    with record_selections() as ran:
+        _, found = jvp(function, (q,), (q.sin(),))
+        function(q)
+    assert [x.backend for x in ran] == ["reference", "native_cpu"]
+    step = 1e-3 * q.sin()
+    moved = (function(q + step) - function(q - step)) / 2e-3
+    torch.testing.assert_close(found, moved, rtol=2e-2, atol=2e-3)
+    with pytest.raises(Unsupported, match="function transforms and keys in pages"):
+        jvp(lambda q: function(q, "native_cpu"), (q,), (q.sin(),))

@@ -74,6 +74,9 @@ def _native_extra(p: Problem) -> Iterator[Reason]:
         yield Reason("backward", "paged keys with gradients", "inference only where keys are paged")
     if p.quantized is not None and (p.grad or p.bias_grad or p.sinks_grad):
         yield Reason("backward", "quantised keys with gradients", "inference only on codes of keys")
+    if p.higher and (p.paged is not None or p.quantized is not None):
+        form = "in pages" if p.paged is not None else "as codes"
+        yield Reason("derivatives", f"function transforms and keys {form}", "plain calls of them")
     if not p.bias_grad or (bias := p.bias_structure) is None:
         return
     if bias.kind == "Alibi":

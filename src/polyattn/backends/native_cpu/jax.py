@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyattn.backends.native_cpu.jax_lost_sums import defined_gradients, meets_lost_sums
 from polyattn.jax.kit.layouts import to_bnth
 from polyattn.jax.kit.masking import Dims, allowed, expand_blocks
 from polyattn.jax.kit.own_promotion import own_promotion
@@ -79,13 +80,13 @@ class _Arrays(NamedTuple):
     q: Array
     k: Array
     v: Array
-    masks: tuple[Array, ...]
+    masks: tuple[Maybe, ...]  # None: of gradients
     bias: Maybe  # (., ., ., .), or slopes (B|1, N) float32
     sinks: Maybe  # (N, M) float32
 
     def given(self) -> list[Array]:
         rest = [x for x in (self.bias, self.sinks) if x is not None]
-        return [self.q, self.k, self.v, *self.masks, *rest]
+        return [self.q, self.k, self.v, *self.masks, *rest]  # type: ignore[list-item]
 
 
 def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -221,7 +222,27 @@ _attend_with_lse.defvjp(own_promotion(_with_lse_fwd), own_promotion(_with_lse_bw
 
 
 def _gradients(static: _Static, kept: Any, dout: Array, dlse: Maybe) -> tuple[Any]:
-    """Run the backward kernel; masks have no gradient, slopes none that it computes."""
+    """Return the gradients of the arrays; masks have none, slopes none that the kernel computes."""
+    arrays, _, lse = kept
+    if static.bias != 1:
+        return (_by_kernel(static, kept, dout, dlse),)
+    dense = jax.lax.cond(
+        meets_lost_sums(dout, dlse, lse, static.layout),
+        lambda: _by_definition(static, arrays, dout, dlse),
+        lambda: _by_kernel(static, kept, dout, dlse),
+    )
+    return (dense,)
+
+
+def _by_definition(static: _Static, arrays: _Arrays, dout: Array, dlse: Maybe) -> _Arrays:
+    dq, dk, dv, dbias, dsinks = defined_gradients(
+        arrays, dout, dlse, static.codes,
+        layout=static.layout, scale=static.scale, softcap=static.softcap or None,
+    )  # fmt: skip
+    return _Arrays(dq, dk, dv, tuple(None for _ in arrays.masks), dbias, dsinks)
+
+
+def _by_kernel(static: _Static, kept: Any, dout: Array, dlse: Maybe) -> _Arrays:
     arrays, out, lse = kept
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     delta = delta if static.layout == "BNTH" else jnp.swapaxes(delta, -1, -2)
@@ -234,8 +255,7 @@ def _gradients(static: _Static, kept: Any, dout: Array, dlse: Maybe) -> tuple[An
     dq, dk, dv, *rest = run(*given, **static.attributes(arrays.sinks))
     dbias = rest[0].astype(arrays.bias.dtype) if rest else None
     dsinks = None if arrays.sinks is None else _sinks_gradient(static, arrays.sinks, lse, delta)
-    masks = tuple(None for _ in arrays.masks)
-    return (_Arrays(dq, dk, dv, masks, dbias, dsinks),)
+    return _Arrays(dq, dk, dv, tuple(None for _ in arrays.masks), dbias, dsinks)
 
 
 def _sinks_gradient(static: _Static, sinks: Array, lse: Array, delta: Array) -> Array:

@@ -16,7 +16,7 @@ from polyattn.masks import BlockMap, Dense, Index, Mask, Packed
 from polyattn.masks.biases import Alibi, Bias
 
 __all__ = [
-    "Dims", "allowed", "bias_scores", "bind_mask", "expand_blocks", "known",
+    "Dims", "allowed", "bias_scores", "bind_mask", "coordinates", "expand_blocks", "known",
 ]  # fmt: skip
 
 
@@ -82,6 +82,11 @@ def allowed(
     rows = jnp.arange(dims.q_len) if rows is None else rows
     columns = jnp.arange(dims.kv_len) if columns is None else columns
     return _dense(mask, dims, _grid(mask, dims, rows, columns), rows, columns)
+
+
+def coordinates(mask: Mask, dims: Dims) -> Index:
+    """Return coordinates that broadcast to (B, N, T, S) for :meth:`Mask.allows`."""
+    return _grid(mask, dims, jnp.arange(dims.q_len), jnp.arange(dims.kv_len))
 
 
 def _dense(mask: Mask, dims: Dims, index: Index, rows: jax.Array, columns: jax.Array) -> jax.Array:
