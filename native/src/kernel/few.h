@@ -163,6 +163,11 @@ inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, i
     for (int i = 0; i < kKeys; i += M) {
       typename S::Vec of_keys[R][M];
       const T *key[M], *next[M];
+      if (kKeys > 4 && j + i >= keys) {  // the last of a row, or all that there are
+#pragma GCC unroll 8
+        for (int m = 0; m < M * R; ++m) sums[m % R * kKeys + i + m / R] = S::zero();
+        continue;
+      }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         key[m] = keys_at[smaller(j + i + m, keys - 1)] + offset;

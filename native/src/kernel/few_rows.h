@@ -35,8 +35,9 @@ class FewRows {
     pack_few<S, U>(row, a_.head_dim, units_.of_queries(), to + r * d_.q_units);
   }
 
-  // Fetches the first keys of a part of `count` items.
+  // Fetches the first keys of a part of `count` items, unless there are so few that looking ahead takes longer.
   void fetch(const Item* items, int count, const Span& keys) const {
+    if (count == 1 && keys.high - keys.low <= kRowsAtOnce) return;
     const C* rows[kAheadCodes];
     const int64_t some = smaller(keys.high - keys.low, ahead(count));
     locate(a_, a_.k, items[0].q, keys.low, keys.low + some, rows);
@@ -46,8 +47,8 @@ class FewRows {
 
   // Probabilities of keys that lie within keys[i] and within `begin` to `end` - 1, in the scores of item i
   // of `count`; its older sums shrink to the new maxima. visits[i] tells of which keys. `careful`: what is
-  // masked is 0 also where its scale is not finite.
-  void probabilities(Workspace& w, const Item* items, const Span* keys, int count, int64_t begin, int64_t end,
+  // masked is 0 also where its scale is not finite. Returns whether rows are fetched ahead of their use.
+  bool probabilities(Workspace& w, const Item* items, const Span* keys, int count, int64_t begin, int64_t end,
                      bool careful, Visit* visits) const {
     int64_t last = begin;
     int tiles = 0;
@@ -59,11 +60,14 @@ class FewRows {
       last = larger(last, keys[i].high);
       tiles += visits[i].tiles;
     }
-    if (tiles == 0) return;
+    if (tiles == 0) return false;
     // the last keys fetch the first values, and the last values the keys of the next chunk
     const int64_t stop = smaller(end, last);
-    locate(a_, a_.k, a_.v, items[0].q, begin, stop, begin, stop, reinterpret_cast<const C**>(w.keys_at));
-    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, last, reinterpret_cast<const C**>(w.values_at));
+    const bool fetches = count > 1 || stop - begin > kRowsAtOnce || begin > keys[0].low;
+    locate(a_, a_.k, a_.v, items[0].q, begin, stop, begin, stop, fetches,
+           reinterpret_cast<const C**>(w.keys_at));
+    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, last, fetches,
+           reinterpret_cast<const C**>(w.values_at));
     if constexpr (kCoded<C>) {
       for (int i = 0; i < count; ++i) {
         Workspace own = w.of(d_, i);
@@ -79,7 +83,8 @@ class FewRows {
       const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
       const Ahead<C> next{at + ahead(count), offset};
       by_few(own.strips[0].count, [&](auto rows, int r) {
-        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, r == 0 ? next : Ahead<C>{nullptr, 0},
+        scores<rows.value>(own.q + r * d_.q_units, at, offset, here,
+                           fetches && r == 0 ? next : Ahead<C>{nullptr, 0},
                            own.key_scales + place, own.scores + r * kScoreRow + tile.first + from);
       });
     });
@@ -89,10 +94,12 @@ class FewRows {
       soften_item(own, items[i], visits[i]);
       if constexpr (kCoded<C>) weigh(own, visits[i], begin, careful);
     }
+    return fetches;
   }
 
-  // Adds the values to the items' sums, after probabilities().
-  void values(Workspace& w, const Item* items, const Visit* visits, int count, int64_t begin) const {
+  // Adds the values to the items' sums, after probabilities(), which says whether they fetch.
+  void values(Workspace& w, const Item* items, const Visit* visits, int count, int64_t begin,
+              bool fetches) const {
     Workspace owns[kMostTogether];
     for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
     walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
@@ -103,16 +110,15 @@ class FewRows {
       const Ahead<C> next{at + ahead(count), offset};
       by_few(own.strips[0].count, [&](auto rows, int r) {
         constexpr int R = rows.value;
+        const Ahead<C> fetched = fetches && r == 0 ? next : Ahead<C>{nullptr, 0};
         const float* some = p + r * kScoreRow;
         float* out = own.out + r * d_.v_columns;
         if constexpr (kBytes) {
           if (bytes())
-            return few_byte_values<S, R>(some, kScoreRow, at, offset, here,
-                                         r == 0 ? next : Ahead<C>{nullptr, 0}, a_.value_dim, out,
+            return few_byte_values<S, R>(some, kScoreRow, at, offset, here, fetched, a_.value_dim, out,
                                          d_.v_columns);
         }
-        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, r == 0 ? next : Ahead<C>{nullptr, 0},
-                               a_.value_dim, out, d_.v_columns);
+        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, fetched, a_.value_dim, out, d_.v_columns);
       });
     });
   }

@@ -82,8 +82,9 @@ class ForwardItem {
     for (int64_t j = all.low; j < all.high; j += kChunkKeys) {
       Visit visits[kMostTogether];
       if constexpr (kMeetsFew) {
-        few_.probabilities(w, items, keys, count, j, smaller(j + kChunkKeys, all.high), false, visits);
-        few_.values(w, items, visits, count, j);
+        const int64_t end = smaller(j + kChunkKeys, all.high);
+        const bool fetches = few_.probabilities(w, items, keys, count, j, end, false, visits);
+        few_.values(w, items, visits, count, j, fetches);
       }
     }
   }
@@ -119,9 +120,11 @@ class ForwardItem {
   }
 
   void begin_rows(Workspace& w, int64_t rows) const {
-    for (int64_t r = 0; r < round_up(rows, kRows); ++r) {
-      w.state.maximum[r] = -kInfinity;
-      w.state.sum[r] = 0;
+    static_assert(kRows % S::kLanes == 0);
+    float *const maximum = w.state.maximum, *const sum = w.state.sum;
+    for (int64_t r = 0; r < round_up(rows, kRows); r += S::kLanes) {
+      S::store(maximum + r, S::fill(-kInfinity));
+      S::store(sum + r, S::zero());
     }
     std::memset(w.out, 0, size_t(rows * d_.v_columns) * 4);
   }
@@ -216,9 +219,9 @@ class ForwardItem {
   void chunk_of_few(Workspace& w, const Item& item, const Span& keys, int64_t begin, int64_t end,
                     bool careful) const {
     Visit visit;
-    few_.probabilities(w, &item, &keys, 1, begin, end, careful, &visit);
+    const bool fetches = few_.probabilities(w, &item, &keys, 1, begin, end, careful, &visit);
     // a code of int8 is never NaN, and probabilities have the scales in them
-    if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, 1, begin);
+    if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, 1, begin, fetches);
     for (int n = 0; n < visit.tiles; ++n) {
       const Tile& tile = visit.tile[n];
       auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };

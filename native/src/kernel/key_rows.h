@@ -42,15 +42,16 @@ inline void locate(const Arguments& a, const Array& x, const Sequence& q, int64_
   }
 }
 
-// The rows of some keys of `now`, repeats of the last up to a whole vector, and behind these what is worth
-// fetching meanwhile: rows of `next` from key `after` on, repeated as far as anybody looks ahead.
+// The rows of some keys of `now`, repeats of the last up to a whole vector, and behind these, if `fetches`, what
+// is worth fetching meanwhile: rows of `next` from key `after` on, repeated as far as anybody looks ahead.
 template <class T>
 inline void locate(const Arguments& a, const Array& now, const Array& next, const Sequence& q, int64_t begin,
-                   int64_t end, int64_t after, int64_t last, const T** rows) {
+                   int64_t end, int64_t after, int64_t last, bool fetches, const T** rows) {
   int64_t count = end - begin;
   const int64_t whole = round_up(count, kRowsAtOnce);
   locate(a, now, q, begin, end, rows);
   for (; count < whole; ++count) rows[count] = rows[count - 1];
+  if (!fetches) return;
   const int64_t more = smaller(larger<int64_t>(last - after, 0), kAheadCodes);
   locate(a, next, q, after, after + more, rows + count);
   for (count += more; count < whole + kAheadCodes; ++count) rows[count] = rows[count - 1];

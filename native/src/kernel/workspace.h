@@ -61,6 +61,7 @@ struct Workspace {
   // The memory of the i-th item of those that a thread runs together.
   Workspace of(const Division& d, int i) const {
     Workspace own = *this;
+    if (i == 0) return own;
     own.q += i * d.rows * d.q_units;
     own.out += i * d.rows * d.v_columns;
     own.state.maximum += i * round_up(d.rows, kRows);

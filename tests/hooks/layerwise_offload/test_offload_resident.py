@@ -232,6 +232,39 @@ def test_threads(model: Model, reference: Model, tmp_path: Path) -> None:
     assert not wrong
 
 
+def test_attached_and_detached_while_threads_are_in_calls(
+    model: Model, reference: Model, tmp_path: Path
+) -> None:
+    x = inputs()
+    with torch.no_grad():
+        want = reference(x)
+    wrong: list[Any] = []
+    over = threading.Event()
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                while not over.is_set():
+                    if not torch.equal(model(x), want):
+                        wrong.append("another result")
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            with offload(model, device="cpu", disk=tmp_path), torch.no_grad():
+                assert torch.equal(model(x), want)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 def test_a_forked_child(model: Model, reference: Model, tmp_path: Path) -> None:

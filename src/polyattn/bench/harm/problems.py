@@ -90,6 +90,7 @@ _CROSS = (
 )
 _DECODE = (
     _Family("tiny decode", bnth=((1, 4, (1, 32), 32), (1, 8, (1, 16), 64), (1, 12, (1, 64), 64))),
+    _Family("first tokens", bnth=((1, 8, (1, 1), 64), (1, 12, (1, 4), 64), (8, 12, (1, 8), 64))),
     _Family("decode", bnth=tuple((1, 12, (1, s), 64) for s in (128, 512, 2048, 8192))),
     _Family("decode", bnth=tuple((8, 12, (1, s), 64) for s in (128, 1024, 4096))),
     _Family("decode", bnth=tuple(
