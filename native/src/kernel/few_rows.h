@@ -84,8 +84,8 @@ class FewRows {
       const Ahead<C> next{at + ahead(count), offset};
       by_few(own.strips[0].count, [&](auto rows, int r) {
         scores<rows.value>(own.q + r * d_.q_units, at, offset, here,
-                           fetches && r == 0 ? next : Ahead<C>{nullptr, 0},
-                           own.key_scales + place, own.scores + r * kScoreRow + tile.first + from);
+                           fetches && r == 0 ? next : Ahead<C>{nullptr, 0}, own.key_scales + place,
+                           own.scores + r * kScoreRow + tile.first + from);
       });
     });
     for (int i = 0; i < count; ++i) {

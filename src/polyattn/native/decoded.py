@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyattn.masks import Full, Index, LeftPadding, Mask, Packed, Padding, Segments
@@ -82,7 +82,7 @@ def _term(kind: int, a: int, b: int, c: int, arrays: Sequence[Any], ix: Index) -
         bits = arrays[a]
         batch, head = (i * (size > 1) for i, size in zip((ix.b, ix.n), bits.shape, strict=False))
         return bits[batch, head, ix.t // b, ix.j // c] != 0
-    masks = {
+    masks: dict[int, Callable[[], Mask]] = {
         EVERYTHING: lambda: Full(),
         KV_LIMIT: lambda: Padding(None, arrays[a]),
         Q_LIMIT: lambda: Padding(arrays[a], None),

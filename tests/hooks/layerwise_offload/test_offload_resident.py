@@ -238,7 +238,7 @@ def test_attached_and_detached_while_threads_are_in_calls(
     x = inputs()
     with torch.no_grad():
         want = reference(x)
-    wrong: list[Any] = []
+    wrong: list[object] = []
     over = threading.Event()
 
     def run() -> None:
@@ -262,7 +262,6 @@ def test_attached_and_detached_while_threads_are_in_calls(
         for thread in threads:
             thread.join()
     assert wrong == []
-
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -86,7 +86,7 @@ class _Arrays(NamedTuple):
 
     def given(self) -> list[Array]:
         rest = [x for x in (self.bias, self.sinks) if x is not None]
-        return [self.q, self.k, self.v, *self.masks, *rest]  # type: ignore[list-item]
+        return [self.q, self.k, self.v, *self.masks, *rest]
 
 
 def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from polyattn.jax.kit.definition import defined_attention
+from polyattn.jax.kit.defined_attention import defined_attention
 from polyattn.jax.kit.layouts import to_bnth
 from polyattn.jax.kit.masking import Dims, coordinates
 from polyattn.masks import Dense
@@ -35,18 +35,17 @@ def meets_lost_sums(dout: Array, dlse: Maybe, lse: Array, layout: str) -> Array:
     comes = (dout != 0).any(-1)
     comes = comes if layout == "BNTH" else jnp.swapaxes(comes, -1, -2)
     comes = comes if dlse is None else comes | (dlse != 0)
-    return _any((jnp.abs(lse) > _LOST) & jnp.isfinite(lse) & comes)
+    found: Array = _any((jnp.abs(lse) > _LOST) & jnp.isfinite(lse) & comes)
+    return found
 
 
-@custom_vmap
-def _any(x: Array) -> Array:
-    return x.any()
-
-
-@_any.def_vmap
 def _any_of_all(size: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
     """Answer for all entries at once: a condition that differs by entry takes both ways."""
     return x.any(), False
+
+
+_any = custom_vmap(lambda x: x.any())
+_any.def_vmap(_any_of_all)
 
 
 def defined_gradients(

@@ -1,4 +1,4 @@
-"""The definition of attention in JAX, see `polyattn.jax.kit.definition`; pages are gathered."""
+"""The definition of attention in JAX, `polyattn.jax.kit.defined_attention`; pages are gathered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyattn.jax.kit.definition import defined_attention
+from polyattn.jax.kit.defined_attention import defined_attention
 from polyattn.masks import Dense, Index
 from polyattn.problem import Problem
 

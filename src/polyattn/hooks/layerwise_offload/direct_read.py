@@ -25,7 +25,8 @@ from polyattn.hooks.layerwise_offload.exact_memory import pages
 __all__ = ["DirectFile"]
 
 _BLOCK = 4096
-_BOUNCE = 10 << 20
+_BOUNCE = 2 << 20
+"""What is larger has left the cache when it is copied on; what is smaller makes a disk slow."""
 
 
 class _Bounce(threading.local):

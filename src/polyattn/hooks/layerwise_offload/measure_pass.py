@@ -16,11 +16,18 @@ from polyattn.hooks.layerwise_offload.offload_plan import Facts
 from polyattn.hooks.layerwise_offload.predict import Step, predict
 from polyattn.hooks.layerwise_offload.process_memory import begin_peak, held, peak
 
-__all__ = ["confirmed", "measured", "runner"]
+__all__ = ["confirmed", "kept_bytes", "measured", "runner"]
 
 _MOST_PASSES, _LONG_S = 5, 2.0
 _KEPT = 32 << 20
-"""What the C library keeps of freed memory differs by that much from run to run."""
+
+
+def kept_bytes(device: torch.device) -> int:
+    """Return by how much the memory that a peak holds beyond what is in use differs between runs.
+
+    On the processor the C library keeps some of what is freed, on a device torch counts its own.
+    """
+    return _KEPT if device.type == "cpu" else 0
 
 
 def runner(model: nn.Module, sample: Any) -> Callable[[], Any]:
@@ -60,7 +67,7 @@ def measured(engine: Engine, run: Callable[[], Any], facts: Facts, tier: str) ->
             together = _middle(_repeated(meter, run, lambda: None))[0]
     finally:
         engine.depth = ahead
-    activations = max(0, peak(device) - before) + (_KEPT if device.type == "cpu" else 0)
+    activations = max(0, peak(device) - before) + kept_bytes(device)
     return replace(
         alone[1], activation_bytes=activations, interference=_interference(together, alone[1])
     )

@@ -12,7 +12,7 @@ from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.asked import Asked
 from polyattn.hooks.layerwise_offload.attach import Attached
 from polyattn.hooks.layerwise_offload.handle import LayerwiseOffload
-from polyattn.hooks.layerwise_offload.measure_pass import confirmed, measured, runner
+from polyattn.hooks.layerwise_offload.measure_pass import confirmed, kept_bytes, measured, runner
 from polyattn.hooks.layerwise_offload.offload_plan import Facts, OffloadPlan
 from polyattn.hooks.layerwise_offload.process_memory import held, trim
 from polyattn.hooks.layerwise_offload.survey import Survey
@@ -55,7 +55,8 @@ def _come_true(
     device: torch.device, tier: str,
 ) -> None:  # fmt: skip
     """Follow the plan; where it holds more than it may, follow one that holds less."""
-    limit = asked.limit(facts)
+    limit, kept = asked.limit(facts), kept_bytes(device)
+    free = max(_MARGIN, kept // 2)  # later passes hold a little more than the first
     for _ in range(_TRIES):
         plan = _planned(asked, facts, device, tier)
         trim()
@@ -63,9 +64,9 @@ def _come_true(
         if not plan.streamed:
             return
         seconds, most = handle.measure(lambda engine: confirmed(engine, run))
-        over = 0 if limit is None or most is None else most + _MARGIN - limit
+        over = 0 if limit is None or most is None else most + free - limit
         if over <= 0:
-            handle.expect(_as_seen(plan, seconds, most))
+            handle.expect(_as_seen(plan, seconds, most, kept))
             return
         facts = replace(facts, activation_bytes=facts.activation_bytes + over)
     raise OffloadError(
@@ -86,9 +87,10 @@ def _planned(asked: Asked, facts: Facts, device: torch.device, tier: str) -> Off
     return asked.plan_for(facts, str(device), tier)
 
 
-def _as_seen(plan: OffloadPlan, seconds: float, most: int | None) -> OffloadPlan:
-    """Return a plan with the time that a pass took, and with its peak."""
-    more = 0 if most is None else max(most - plan.peak_bytes, -plan.activation_bytes)
+def _as_seen(plan: OffloadPlan, seconds: float, most: int | None, kept: int) -> OffloadPlan:
+    """Return a plan with the time that a pass took, and with its peak: `kept` may yet be added."""
+    peak = plan.peak_bytes if most is None else max(most, min(plan.peak_bytes, most + kept))
+    more = max(peak - plan.peak_bytes, -plan.activation_bytes)
     return replace(
         plan,
         pass_s=seconds or plan.pass_s,

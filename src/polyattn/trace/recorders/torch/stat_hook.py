@@ -46,7 +46,8 @@ class ActivationStatHook(ForwardHook):
     ...     handle = manager.attach("stats", hook)
     ...     _ = module(torch.zeros(1, 2))
     >>> import json
-    >>> sorted(json.loads(open(path).read()))
+    >>> from pathlib import Path
+    >>> sorted(json.loads(Path(path).read_text()))
     ['call', 'cls', 'dtype', 'max', 'median', 'module', 'phase', 'seq', 'shape', 'step', 'tensor']
     """
 
