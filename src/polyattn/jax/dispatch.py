@@ -22,6 +22,7 @@ from polyattn.jax.admission import Call, admit
 from polyattn.jax.differentiation import asked_twice, is_traced, trained
 from polyattn.jax.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.jax.kit.own_promotion import own_promotion
+from polyattn.jax.kit.varying import as_varying
 from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.selection import scopes
@@ -125,9 +126,12 @@ def run(
     if call.problem.empty:
         return _answer_empty(call.problem, q, k, v, call.sinks)
     choose = functools.partial(plan_for, backend=backend, part=part, sizes=sizes)
-    kernel = _kernel(call, plan, choose, is_traced(q, k, v, call.bias, call.sinks))
+    arrays = q, k, v, call.mask, call.bias, call.sinks, pages
+    is_traced_here = is_traced(q, k, v, call.bias, call.sinks)
+    kernel = _kernel(call, plan, choose, is_traced_here)
+    q, k, v, mask, bias, sinks, pages = as_varying(arrays, arrays) if is_traced_here else arrays
     more = () if pages is None else (pages,)
-    return kernel(q, k, v, call.mask, call.bias, call.sinks, dropout_key, *more)
+    return kernel(q, k, v, mask, bias, sinks, dropout_key, *more)
 
 
 def _kernel(

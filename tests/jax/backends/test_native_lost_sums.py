@@ -23,7 +23,6 @@ from polyattn.masks import (
     Dense,
     FirstKeys,
     LeftPadding,
-    Packed,
     Padding,
     Segments,
     Window,
@@ -111,20 +110,6 @@ def test_within_every_mask_and_with_sinks(mask: str) -> None:
         jax.grad(loss_of(backend, "BTNH", False, MASKS[mask]()), (0, 1, 2, 3, 4))(
             *arrays, bias, sinks
         )
-        for backend in ("native_cpu", "jax_reference")
-    ]
-    assert_alike(*found)
-
-
-def test_packed() -> None:
-    arrays, bias = inputs("float32")
-    cu_q, cu_kv = jnp.array([0, T, 2 * T]), jnp.array([0, S, 2 * S])
-    packed = [x.reshape(-1, *x.shape[2:]) for x in arrays]
-    wide = jnp.zeros((1, 1, 2 * T, 2 * S)).at[0, 0, :T, :S].set(bias[0, 0])
-    wide = wide.at[0, 0, T:, S:].set(bias[1, 0])
-    mask = Packed(cu_q, cu_kv) & Causal()
-    found = [
-        jax.grad(loss_of(backend, "packed", False, mask), (0, 1, 2, 3))(*packed, wide)
         for backend in ("native_cpu", "jax_reference")
     ]
     assert_alike(*found)

@@ -16,6 +16,7 @@ from polyattn.backends.blockwise.score_tiles import (
     tile,
 )  # fmt: skip
 from polyattn.jax.kit.nonfinite import finite
+from polyattn.jax.kit.varying import as_varying
 from polyattn.masks.biases import Alibi, Bias
 
 __all__ = ["Incoming", "gradients"]
@@ -45,9 +46,8 @@ def gradients(
     """Return dq, dk, dv (grouped, padded, wide), and those of the bias's array and the sinks."""
     wide = come.dout.dtype
     shape = None if extras.bias is None else _four(extras.bias)
-    grown = _Grown(
-        jnp.zeros(q.shape, wide), None if shape is None else jnp.zeros(_padded(shape, blocks), wide)
-    )
+    dbias = None if shape is None else jnp.zeros(_padded(shape, blocks), wide)
+    grown = as_varying(_Grown(jnp.zeros(q.shape, wide), dbias), q)
 
     def of_block(grown: _Grown, j: Array) -> tuple[_Grown, tuple[Array, Array]]:
         return _key_block(blocks, extras, q, part(k, j, blocks.k, 2), part(v, j, blocks.k, 2),
@@ -94,7 +94,7 @@ def _key_block(
         dq = jax.lax.dynamic_update_slice_in_dim(grown.dq, dq_i, i * blocks.q, 3)
         return _Grown(dq, dbias), dk, dv
 
-    held = grown, jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
+    held = as_varying((grown, jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)), q)
     grown, dk, dv = jax.lax.fori_loop(*row_range(blocks, extras.mask, j), step, held)
     return grown, (dk, dv)
 

@@ -21,6 +21,7 @@ from polyattn.backends.blockwise.score_tiles import (
     tile,
 )  # fmt: skip
 from polyattn.jax.kit.nonfinite import finite
+from polyattn.jax.kit.varying import as_varying
 
 __all__ = ["Sums", "add", "attend", "finish", "nothing"]
 
@@ -71,10 +72,11 @@ def nothing(q: Array, columns: int) -> Sums:
     """Return the sums over no keys, of queries (B, K, G, R, H) and values of so many columns."""
     wide, rows = jnp.promote_types(q.dtype, jnp.float32), q.shape[:4]
     clear = jnp.zeros((*rows, columns), bool)
-    return Sums(
+    sums = Sums(
         jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide),
         jnp.zeros((*rows, columns), wide), clear, clear, clear,
     )  # fmt: skip
+    return as_varying(sums, q)
 
 
 def add(sums: Sums, found: Tile, values: Array) -> Sums:
@@ -99,6 +101,7 @@ def _mark(sums: Sums, seen: Array, values: Array) -> Sums:
         met = jnp.einsum("bkgts,xbksv->xbkgtv", _full(seen, sums), kinds.astype(jnp.float32)) > 0
         return sums._replace(nan=sums.nan | met[0], high=sums.high | met[1], low=sums.low | met[2])
 
+    seen = as_varying(seen, sums.peak)  # JAX, which maps a condition, would say it a second time
     marked: Sums = jax.lax.cond(jnp.isfinite(values).all(), lambda sums: sums, mark, sums)
     return marked
 

@@ -19,6 +19,7 @@ from polyattn.backends.native_cpu.jax_lost_sums import defined_gradients, meets_
 from polyattn.jax.kit.layouts import to_bnth
 from polyattn.jax.kit.masking import Dims, allowed, expand_blocks
 from polyattn.jax.kit.own_promotion import own_promotion
+from polyattn.jax.kit.varying import as_varying, struct_like
 from polyattn.masks import Mask
 from polyattn.masks.biases import Alibi, Bias
 from polyattn.native import module
@@ -114,7 +115,7 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
             min(processors_usable(), _MOST_THREADS), scale, problem.softcap or 0.0, program.codes,
             0 if bias is None else 2 if isinstance(bias, Alibi) else 1, problem.value_dim,
         )  # fmt: skip
-        arrays = _Arrays(q, k, v, masks, _bias(bias), _sinks(sinks))
+        arrays = as_varying(_Arrays(q, k, v, masks, _bias(bias), _sinks(sinks)), q, k, v)
         if not problem.lse:
             return _attend(static, arrays).astype(dtype)
         out, lse = _attend_with_lse(static, arrays)
@@ -172,7 +173,7 @@ def _sinks(sinks: Maybe) -> Maybe:
 
 
 def _call(static: _Static, arrays: _Arrays, with_lse: bool) -> tuple[Array, ...]:
-    out = jax.ShapeDtypeStruct((*arrays.q.shape[:-1], static.value_dim), arrays.q.dtype)
+    out = struct_like(arrays.q, (*arrays.q.shape[:-1], static.value_dim))
     results = (out, _sums_like(static, arrays.q)) if with_lse else (out,)
     run = jax.ffi.ffi_call(_FORWARD, results, vmap_method="sequential")
     return tuple(run(*arrays.given(), **static.attributes(arrays.sinks)))
@@ -181,9 +182,9 @@ def _call(static: _Static, arrays: _Arrays, with_lse: bool) -> tuple[Array, ...]
 def _sums_like(static: _Static, q: Array) -> jax.ShapeDtypeStruct:
     """Describe one float32 for each query: (B, N, T), or (N, total) when packed."""
     if static.layout == "packed":
-        return jax.ShapeDtypeStruct((q.shape[1], q.shape[0]), jnp.float32)
+        return struct_like(q, (q.shape[1], q.shape[0]), jnp.float32)
     b, n, t = (0, 2, 1) if static.layout == "BTNH" else (0, 1, 2)
-    return jax.ShapeDtypeStruct((q.shape[b], q.shape[n], q.shape[t]), jnp.float32)
+    return struct_like(q, (q.shape[b], q.shape[n], q.shape[t]), jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -247,9 +248,9 @@ def _by_kernel(static: _Static, kept: Any, dout: Array, dlse: Maybe) -> _Arrays:
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     delta = delta if static.layout == "BNTH" else jnp.swapaxes(delta, -1, -2)
     delta = delta if dlse is None else delta - dlse
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.q, arrays.k, arrays.v)]
-    if static.bias == 1:
-        results.append(jax.ShapeDtypeStruct(arrays.bias.shape, jnp.float32))
+    results = [struct_like(x) for x in (arrays.q, arrays.k, arrays.v)]
+    if arrays.bias is not None and static.bias == 1:
+        results.append(struct_like(arrays.bias, dtype=jnp.float32))
     run = jax.ffi.ffi_call(_BACKWARD, results, vmap_method="sequential")
     given = (*arrays.given(), lse, dout, delta)
     dq, dk, dv, *rest = run(*given, **static.attributes(arrays.sinks))

@@ -17,6 +17,7 @@ from polyattn.backends.pallas.lowering import dot
 from polyattn.backends.pallas.operands import Operands, place_of, tiles_of
 from polyattn.backends.pallas.tiles import LOG2E, Call, cleaned, scores, shown
 from polyattn.backends.pallas.visits import Shown
+from polyattn.jax.kit.varying import struct_like
 
 __all__ = ["Incoming", "gradients_of_keys", "gradients_of_rows"]
 
@@ -61,10 +62,7 @@ def gradients_of_rows(
         grid=machine.grid(batch, heads, rows // size),
         in_specs=given.specs,
         out_specs=(spec, column),
-        out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((batch, heads, rows, 1), jnp.float32),
-        ),
+        out_shape=(struct_like(q), struct_like(q, (batch, heads, rows, 1), jnp.float32)),
     )(*given.arrays)
     return dq, delta[..., 0]
 
@@ -129,7 +127,7 @@ def gradients_of_keys(
             for last in (width, columns)
         ),
         out_shape=tuple(
-            jax.ShapeDtypeStruct((batch, heads, keys, last), dtype)
+            struct_like(q, (batch, heads, keys, last), dtype)
             for last, dtype in zip((width, columns), kept, strict=True)
         ),
     )(*given.arrays)

@@ -15,6 +15,7 @@ from polyattn.backends.pallas.lowering import dot
 from polyattn.backends.pallas.operands import Operands, place_of, tiles_of
 from polyattn.backends.pallas.tiles import LOG2E, Call, cleaned, scores, shown
 from polyattn.backends.pallas.visits import Shown
+from polyattn.jax.kit.varying import struct_like
 
 __all__ = ["attend"]
 
@@ -46,8 +47,8 @@ def attend(
         in_specs=given.specs,
         out_specs=(out, lse),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, heads, rows, v.shape[-1]), q.dtype),
-            jax.ShapeDtypeStruct((batch, heads, rows, 1), jnp.float32),
+            struct_like(q, (batch, heads, rows, v.shape[-1])),
+            struct_like(q, (batch, heads, rows, 1), jnp.float32),
         ),
     )(*given.arrays)
     return found[0], found[1][..., 0]

@@ -54,7 +54,6 @@ def hybrid_attention(
     >>> x = jnp.ones((1, 8, 2, 4))
     >>> run = jax.shard_map(
     ...     lambda x: hybrid_attention(x, x, x), mesh=mesh, in_specs=rows, out_specs=rows,
-    ...     check_vma=False,
     ... )
     >>> run(x).shape
     (1, 8, 2, 4)

@@ -18,6 +18,7 @@ from polyattn.errors import InvalidProblem
 from polyattn.jax.kit.axes import axis_size
 from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.jax.kit.spread_sequence import BALANCES
+from polyattn.jax.kit.varying import as_varying
 from polyattn.jax.sequence_parallel.local_attention import local_attention
 from polyattn.jax.sequence_parallel.spread_masks import Spread, Whole, local_bands, spread
 from polyattn.masks import Mask, Padding, Segments
@@ -93,7 +94,7 @@ def ring_attention(
     >>> rows = jax.sharding.PartitionSpec(None, "sp")
     >>> call = lambda x: ring_attention(x, x, x, mask=Causal())
     >>> x = jnp.ones((1, 8, 2, 4))
-    >>> jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(x).shape
+    >>> jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows)(x).shape
     (1, 8, 2, 4)
     """
     devices = axis_size(axis_name)
@@ -110,7 +111,8 @@ def ring_attention(
         axis_name, whole, parts.low, parts.high, scale, softcap, names, devices if unroll else 1
     )
     fixed = _Fixed(parts.q_ids, parts.q_lengths, parts.kv_lengths)
-    out, lse = _ring(static, query, _Keys(key, value, _ids_of_keys(parts)), sinks, fixed)
+    given = query, _Keys(key, value, _ids_of_keys(parts)), sinks, fixed
+    out, lse = _ring(static, *as_varying(given, given, jax.lax.axis_index(axis_name)))
     return (out, lse) if return_lse else out
 
 
@@ -231,7 +233,8 @@ def _wide(out: Array, lse: Array) -> tuple[Array, Array]:
 def _nothing(q: Array, v: Array) -> tuple[Array, Array]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     b, t, n, _ = q.shape
-    return jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)
+    sums = jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)
+    return as_varying(sums, q)
 
 
 def _joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -315,7 +318,7 @@ def _backward(static: _Static, kept: Any, given: tuple[Array, Array]) -> Any:
         return (*turned, dq + more.astype(lse.dtype)), None
 
     zeros = tuple(jnp.zeros(x.shape, lse.dtype) for x in (keys.k, keys.v))
-    begin = keys, zeros, jnp.zeros(q.shape, lse.dtype)
+    begin = as_varying((keys, zeros, jnp.zeros(q.shape, lse.dtype)), q)
     (_, (dk, dv), dq), _ = jax.lax.scan(step, begin, jnp.arange(devices), unroll=static.unroll)
     dkeys = _Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype), None)
     return dq.astype(q.dtype), dkeys, _dsinks(sinks, lse, excess), None

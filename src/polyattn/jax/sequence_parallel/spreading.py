@@ -43,7 +43,7 @@ def spread_sequence(
     ...     with spread_sequence("sp"):
     ...         return attention(x, x, x, mask=Causal(), backend="jax_ring")
     >>> x = jnp.ones((1, 8, 2, 4))
-    >>> jax.shard_map(layer, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(x).shape
+    >>> jax.shard_map(layer, mesh=mesh, in_specs=rows, out_specs=rows)(x).shape
     (1, 8, 2, 4)
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)

@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 from jax.extend.backend import backends
 
+from polyattn.jax.kit.varying import struct_like
 from polyattn.trace.statistics.schema import ELEMENTS, PLACES, WIDTH
 
 __all__ = ["ELEMENT_CODES", "WORDS", "host_vector", "ready", "threads_for"]
@@ -157,9 +158,7 @@ def _works() -> bool:
 @jax.custom_jvp
 def host_vector(x: Array) -> Array:
     """Return what the kernel says of `x`, as one vector of int32; for :func:`ready` dtypes."""
-    vma = getattr(jax.typeof(x), "vma", None)  # over which devices it varies
-    varies = {"vma": vma} if vma else {}
-    call: Any = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((WORDS,), jnp.int32, **varies))
+    call: Any = jax.ffi.ffi_call(_TARGET, struct_like(x, (WORDS,), jnp.int32))
     return call(x)
 
 

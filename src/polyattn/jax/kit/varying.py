@@ -1,0 +1,59 @@
+"""Over which devices of a mesh values vary, as `jax.shard_map` keeps account of (``check_vma``).
+
+Within it every value has the axes over which devices hold other ones. Operations of JAX see to that
+by themselves; loops, conditions, foreign calls and rules for gradients have to be given it.
+Source: https://docs.jax.dev/en/latest/notebooks/shard_map.html
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+
+__all__ = ["as_varying", "struct_like"]
+
+T = TypeVar("T")
+
+
+def as_varying(tree: T, *like: Any) -> T:
+    """Return the arrays of `tree`, said to vary over every axis over which those of `like` do.
+
+    Where it is differentiated, gradients are summed over the axes that were added.
+    """
+    axes = frozenset().union(*(_axes(x) for x in jax.tree_util.tree_leaves(like)))
+    if not axes:
+        return tree
+    found: T = jax.tree_util.tree_map(lambda x: _cast(x, axes - _axes(x)), tree)
+    return found
+
+
+def struct_like(
+    x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None
+) -> jax.ShapeDtypeStruct:
+    """Describe an array that varies as `x` does, of its shape and dtype unless others are given."""
+    shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
+    if not _axes(x):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    kind: Any = jax.typeof(x)
+    if not hasattr(kind, "manual_axis_type"):  # JAX before 0.10
+        return jax.ShapeDtypeStruct(shape, dtype, vma=kind.vma)
+    rows = jax.sharding.PartitionSpec(*[None] * len(shape))
+    place = jax.sharding.NamedSharding(kind.sharding.mesh, rows)
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=place, manual_axis_type=kind.manual_axis_type
+    )
+
+
+def _axes(x: Any) -> frozenset[Any]:
+    kind = jax.typeof(x)
+    found = getattr(kind, "manual_axis_type", None)
+    return frozenset(getattr(kind, "vma", ()) if found is None else found.varying)
+
+
+def _cast(x: Any, axes: frozenset[Any]) -> Any:
+    if not axes:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, tuple(axes), to="varying")
+    return jax.lax.pvary(x, tuple(axes))
