@@ -1,4 +1,4 @@
-"""Prove the declared range: the core of the tests with other versions of Python and torch.
+"""Prove the declared range: the core of the tests with other versions of Python, torch and JAX.
 
 What is tested is the wheel, built for each Python. An environment is made in a temporary folder and
 deleted after its tests, also on Ctrl-C; only one exists at a time. pip keeps what it downloaded.
@@ -49,19 +49,35 @@ CORE = (
     "tests/trace/recorders/torch/test_in_place.py",
     "tests/integrations/test_sdpa_patch.py",
 )  # fmt: skip
+# The same of what rests on JAX. About six minutes.
+CORE_OF_JAX = (
+    "tests/jax/test_attention.py",
+    "tests/jax/test_paged.py",
+    "tests/jax/test_checked_shard_map.py",
+    "tests/jax/flags",
+    "tests/jax/operator",
+    "tests/jax/sequence_parallel",
+    "tests/jax/backends",
+)
 TOOLS = ("numpy", "pytest", "pytest-xdist", "hypothesis", "ml_dtypes", "rich", "setuptools")
 
 
 @dataclass
 class Corner:
-    """One pair of versions, and what came out."""
+    """One pair of versions, and what came out. `jax`: its version, where that is tried."""
 
     python: str
     torch: str
+    jax: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     trouble: str = ""
     failed: list[str] = field(default_factory=list)
+
+    @property
+    def tried(self) -> str:
+        """What is tried with the Python, as pip names it."""
+        return f"jax=={self.jax}" if self.jax else f"torch=={self.torch}"
 
     @property
     def passes(self) -> bool:
@@ -74,22 +90,28 @@ def declared(pyproject: str) -> tuple[list[str], str]:
     """Return the Python versions and the oldest torch that a pyproject.toml declares."""
     project = tomllib.loads(pyproject)["project"]
     low, high = re.findall(r"3\.(\d+)", project["requires-python"])
-    torch = next(r for r in project["optional-dependencies"]["torch"] if r.startswith("torch>="))
-    oldest = torch.removeprefix("torch>=")
-    return [f"3.{minor}" for minor in range(int(low), int(high))], (
-        oldest if oldest.count(".") == 2 else f"{oldest}.0"
-    )
+    pythons = [f"3.{minor}" for minor in range(int(low), int(high))]
+    return pythons, oldest_of(pyproject, "torch")
+
+
+def oldest_of(pyproject: str, library: str) -> str:
+    """Return the oldest version of torch or jax that a pyproject.toml declares."""
+    given = tomllib.loads(pyproject)["project"]["optional-dependencies"][library]
+    start = f"{library}>="
+    oldest = next(each for each in given if each.startswith(start)).removeprefix(start)
+    return oldest if oldest.count(".") == 2 else f"{oldest}.0"
 
 
 def corners(pyproject: str, pinned: str, newest: str) -> list[Corner]:
-    """Return the corners of the range: both ends of torch, and every Python.
+    """Return the corners of the range: both ends of torch, every Python, and the oldest JAX.
 
     The Pythons between the first and the last are tried with the torch that we develop with.
     """
     pythons, oldest = declared(pyproject)
     between = [Corner(python, pinned) for python in pythons[1:-1]]
     ends = [Corner(pythons[0], oldest), Corner(pythons[0], newest)]
-    return [*ends, *between, Corner(pythons[-1], newest)]
+    jax = Corner(pythons[0], "", oldest_of(pyproject, "jax"))
+    return [*ends, *between, Corner(pythons[-1], newest), jax]
 
 
 def interpreter(version: str) -> str:
@@ -117,11 +139,14 @@ def newest_torch() -> str:
     return found[1]
 
 
+_FREE = r"(torch|triton|jax|jaxlib)=="
+
+
 def constraints(folder: Path) -> Path:
-    """Write our constraints without those on torch and what torch brings."""
+    """Write our constraints without those on torch and JAX and what they bring."""
     path = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not re.match(r"torch==|triton==", line)))
+    path.write_text("".join(line for line in lines if not re.match(_FREE, line)))
     return path
 
 
@@ -153,7 +178,7 @@ def install(corner: Corner, folder: Path, environment: Path) -> Path:
     pip = (python, "-m", "pip", "--disable-pip-version-check", "install")
     if not complete.exists():
         run(interpreter(corner.python), "-m", "venv", "--clear", environment)
-        run(*pip, "-c", constraints(folder), f"torch=={corner.torch}", *TOOLS)
+        run(*pip, "-c", constraints(folder), corner.tried, *TOOLS)
         complete.touch()
     run(*pip, "--no-deps", "--force-reinstall", wheel(python, corner, environment.parent))
     return python
@@ -165,7 +190,7 @@ def test(corner: Corner, python: Path, folder: Path, options: list[str]) -> None
     report.unlink(missing_ok=True)  # of the corner before
     command = [
         str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
-        f"--junitxml={report}", *(options or CORE),
+        f"--junitxml={report}", *(options or (CORE_OF_JAX if corner.jax else CORE)),
     ]  # fmt: skip
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run(command, cwd=ROOT, env=environ, check=False)
@@ -194,8 +219,8 @@ def count(corner: Corner, report: str) -> None:
 def try_corner(corner: Corner, folder: Path, kept: Path | None, options: list[str]) -> None:
     """Make one environment, run the tests in it, delete it unless it is kept."""
     start = time.monotonic()
-    print(f"== Python {corner.python}, torch {corner.torch}", flush=True)
-    environment = (kept or folder) / f"py{corner.python}-{corner.torch}"
+    print(f"== Python {corner.python}, {corner.tried}", flush=True)
+    environment = (kept or folder) / f"py{corner.python}-{corner.tried.replace('==', '-')}"
     try:
         test(corner, install(corner, folder, environment), folder, options)
     except (RuntimeError, StopIteration) as error:
@@ -209,13 +234,13 @@ def try_corner(corner: Corner, folder: Path, kept: Path | None, options: list[st
 
 def table(tried: list[Corner]) -> str:
     """Return what came out, one line for each corner."""
-    head = f"{'Python':8}{'torch':10}{'passed':>8}{'failed':>8}{'errors':>8}{'skipped':>9}{'s':>6}"
+    head = f"{'Python':8}{'with':15}{'passed':>8}{'failed':>8}{'errors':>8}{'skipped':>9}{'s':>6}"
     lines = [head]
     for corner in tried:
         numbers = [corner.counts.get(n, "-") for n in ("passed", "failed", "errors", "skipped")]
         verdict = "passes" if corner.passes else "FAILS"
         lines.append(
-            f"{corner.python:8}{corner.torch:10}{numbers[0]:>8}{numbers[1]:>8}{numbers[2]:>8}"
+            f"{corner.python:8}{corner.tried:15}{numbers[0]:>8}{numbers[1]:>8}{numbers[2]:>8}"
             f"{numbers[3]:>9}{corner.seconds:>6.0f}  {verdict}"
         )
         lines += [f"    {name}" for name in corner.failed]
@@ -228,9 +253,11 @@ def wanted(arguments: argparse.Namespace) -> list[Corner]:
     pyproject = (ROOT / "pyproject.toml").read_text()
     pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
     assert pinned is not None
-    if arguments.python or arguments.torch:
+    if arguments.python or arguments.torch or arguments.jax:
         pythons = arguments.python or [declared(pyproject)[0][0]]
-        return [Corner(p, t) for p in pythons for t in arguments.torch or [pinned[1]]]
+        torch = arguments.torch or ([] if arguments.jax else [pinned[1]])
+        found = [Corner(p, t) for p in pythons for t in torch]
+        return found + [Corner(p, "", j) for p in pythons for j in arguments.jax or []]
     return corners(pyproject, pinned[1], newest_torch())
 
 
@@ -239,6 +266,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", action="append", help="such as 3.12; repeat for more")
     parser.add_argument("--torch", action="append", help="such as 2.9.1; repeat for more")
+    parser.add_argument("--jax", action="append", help="such as 0.8.0; repeat for more")
     parser.add_argument("--keep", type=Path, help="where environments and wheels stay")
     parser.add_argument("options", nargs="*", help="after --: for pytest, instead of the core")
     arguments = parser.parse_args()

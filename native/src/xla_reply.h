@@ -12,8 +12,9 @@ inline bool tells_metadata(const Frame& frame) {
   for (Extension* one = frame.extensions; one != nullptr; one = one->next) {
     if (one->type != 1) continue;
     Metadata& metadata = *reinterpret_cast<MetadataExtension*>(one)->metadata;
-    metadata.version.major = frame.api->version.major;
-    metadata.version.minor = frame.api->version.minor;
+    // older versions ask without an interface: ours goes by all of it from 0.1 on
+    metadata.version.major = frame.api == nullptr ? 0 : frame.api->version.major;
+    metadata.version.minor = frame.api == nullptr ? 1 : frame.api->version.minor;
     metadata.traits = 0;
     return true;
   }

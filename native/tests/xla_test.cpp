@@ -220,6 +220,8 @@ void answers_for_metadata() {
   expect(xla::forward(&frame) == nullptr, "a question for metadata fails");
   const bool told = metadata.version.major == 0 && metadata.version.minor == 3 && metadata.traits == 0;
   expect(told, "metadata is not told");
+  frame.api = nullptr;  // as JAX 0.8.0 asks
+  expect(xla::forward(&frame) == nullptr && metadata.version.minor == 1, "metadata without an interface");
 }
 
 #if defined(POLYATTN_HAVE_XLA)

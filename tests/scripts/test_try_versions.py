@@ -18,6 +18,7 @@ PYPROJECT = """
 requires-python = ">=3.11,<3.14"
 [project.optional-dependencies]
 torch = ["torch>=2.9", "numpy>=1.26"]
+jax = ["jax>=0.8"]
 """
 REPORT = """<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1">
 <testcase classname="tests.a" name="test_one"/><testcase classname="tests.a" name="test_two"/>
@@ -27,9 +28,12 @@ REPORT = """<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1"
 </testsuite></testsuites>"""
 
 
-def test_the_corners_are_both_ends_of_torch_and_every_python() -> None:
-    found = [(c.python, c.torch) for c in try_versions.corners(PYPROJECT, "2.13.0", "2.15.0")]
-    assert found == [("3.11", "2.9.0"), ("3.11", "2.15.0"), ("3.12", "2.13.0"), ("3.13", "2.15.0")]
+def test_the_corners_are_both_ends_of_torch_every_python_and_the_oldest_jax() -> None:
+    found = [(c.python, c.tried) for c in try_versions.corners(PYPROJECT, "2.13.0", "2.15.0")]
+    assert found == [
+        ("3.11", "torch==2.9.0"), ("3.11", "torch==2.15.0"), ("3.12", "torch==2.13.0"),
+        ("3.13", "torch==2.15.0"), ("3.11", "jax==0.8.0"),
+    ]  # fmt: skip
 
 
 def test_our_own_pyproject_can_be_read() -> None:
@@ -63,4 +67,5 @@ def test_a_corner_passes_where_tests_ran_and_none_failed(
 
 
 def test_every_test_of_the_core_is_there() -> None:
-    assert [name for name in try_versions.CORE if not (ROOT / name).exists()] == []
+    every = (*try_versions.CORE, *try_versions.CORE_OF_JAX)
+    assert [name for name in every if not (ROOT / name).exists()] == []

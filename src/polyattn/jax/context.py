@@ -95,13 +95,19 @@ def _renew() -> None:
     """
     with _lock:
         _Held.key = f"\n\n{next(_fresh)}" if _Held.count else _NOTHING
-        _scope.set_global(_Held.key)
+        _set_everywhere(_scope, _Held.key)
     if _Held.count and 0 < _thread.depth <= _thread.outside:
         _scope(_Held.key).__enter__()
 
 
 def _turn() -> None:
-    _epoch.set_global(scopes.state.epoch)
+    _set_everywhere(_epoch, scopes.state.epoch)
+
+
+def _set_everywhere(context: Any, value: Any) -> None:
+    """Set a context for all threads; JAX says how from 0.10.1 on."""
+    own = context if hasattr(context, "set_global") else context._obj
+    own.set_global(value)
 
 
 def spread_here() -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:

@@ -36,13 +36,10 @@ def struct_like(
     if not _axes(x):
         return jax.ShapeDtypeStruct(shape, dtype)
     kind: Any = jax.typeof(x)
-    if not hasattr(kind, "manual_axis_type"):  # JAX before 0.10
-        return jax.ShapeDtypeStruct(shape, dtype, vma=kind.vma)
+    name = "manual_axis_type" if hasattr(kind, "manual_axis_type") else "vma"  # before JAX 0.10
     rows = jax.sharding.PartitionSpec(*[None] * len(shape))
     place = jax.sharding.NamedSharding(kind.sharding.mesh, rows)
-    return jax.ShapeDtypeStruct(
-        shape, dtype, sharding=place, manual_axis_type=kind.manual_axis_type
-    )
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place, **{name: getattr(kind, name)})
 
 
 def _axes(x: Any) -> frozenset[Any]:
