@@ -127,9 +127,8 @@ def run(
         return _answer_empty(call.problem, q, k, v, call.sinks)
     choose = functools.partial(plan_for, backend=backend, part=part, sizes=sizes)
     arrays = q, k, v, call.mask, call.bias, call.sinks, pages
-    is_traced_here = is_traced(q, k, v, call.bias, call.sinks)
-    kernel = _kernel(call, plan, choose, is_traced_here)
-    q, k, v, mask, bias, sinks, pages = as_varying(arrays, arrays) if is_traced_here else arrays
+    kernel = _kernel(call, plan, choose, is_traced(q, k, v, call.bias, call.sinks))
+    q, k, v, mask, bias, sinks, pages = as_varying(arrays, arrays) if is_traced(arrays) else arrays
     more = () if pages is None else (pages,)
     return kernel(q, k, v, mask, bias, sinks, dropout_key, *more)
 

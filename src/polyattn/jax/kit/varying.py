@@ -51,6 +51,7 @@ def _axes(x: Any) -> frozenset[Any]:
 def _cast(x: Any, axes: frozenset[Any]) -> Any:
     if not axes:
         return x
+    names = tuple(sorted(axes, key=str))
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, tuple(axes), to="varying")
-    return jax.lax.pvary(x, tuple(axes))
+        return jax.lax.pcast(x, names, to="varying")
+    return jax.lax.pvary(x, names)
