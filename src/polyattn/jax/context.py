@@ -106,7 +106,7 @@ def _turn() -> None:
 
 def _set_everywhere(context: Any, value: Any) -> None:
     """Set a context for all threads; JAX says how from 0.10.1 on."""
-    own = context if hasattr(context, "set_global") else context._obj
+    own = context if hasattr(context, "set_global") else vars(context)["_obj"]
     own.set_global(value)
 
 
