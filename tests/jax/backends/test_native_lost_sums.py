@@ -87,6 +87,7 @@ MASKS = {
     "causal": lambda: Causal(),
     "window": lambda: Window(1, 1),
     "left of a window": lambda: Window(2, None),
+    "a window past all lengths": lambda: Window(2**40, 2**41),
     "padding": lambda: Padding(None, jnp.array([4, 6])),
     "left padding": lambda: LeftPadding(None, jnp.array([2, 0])),
     "segments": lambda: Segments(
