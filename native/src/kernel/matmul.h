@@ -13,7 +13,8 @@ template <class S, class U, Into kInto>
 inline void multiply(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns, float* c,
                      float* tops = nullptr) {
   if constexpr (U::kInTiles) {
-    TileProduct<S, U, kInto>().run(pieces, count, s, rows, columns, c, tops);
+    TileProduct<S, U, kInto> product;  // its memory is not cleared
+    product.run(pieces, count, s, rows, columns, c, tops);
   } else {
     multiply_vectors<S, U, kInto>(pieces, count, s, rows, columns, c, tops);
   }
