@@ -28,7 +28,6 @@ struct Division {
   int64_t q_units, v_columns;
   int64_t kept;    // tiles that stay packed while the strips of an item meet them
   bool by_strips;  // all of a head's tiles do, so each strip is run from its queries to its output
-  int64_t turns;   // strips whose scores are in memory at once
 };
 
 // Of packed sequences the longest: a division by their total would be mostly empty items.
@@ -140,7 +139,6 @@ inline Division divide(const Arguments& a) {
   d.by_strips = d.kept > kChunk && d.splits == 1 && kv_len <= d.kept * kTile;
   if (d.splits == 1 && sparse) share_tiles(a, rows, kRows * kMostStrips, &d);
   if (d.splits == 1 && a.terms == 0 && d.sharing == 1) share_tiles(a, rows, most_rows, &d);
-  d.turns = U::kInTiles ? 2 : 1;
   return d;
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernel/few_rows.h"
-#include "kernel/forward_ahead.h"
+#include "kernel/forward_strip.h"
 #include "kernel/pack.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -163,15 +163,6 @@ class ForwardItem {
   }
 
   void chunk(Workspace& w, const Item& item, int64_t begin, int64_t end, bool careful) const {
-    if constexpr (U::kInTiles) {
-      for (int64_t next, j = begin; j < end; j = next) {
-        // as in attend(): a strip's steps must not depend on its item
-        next = d_.kept > kChunk ? j / kChunkKeys * kChunkKeys + kChunkKeys : j + kChunkKeys;
-        ScoresAhead<S, U, C> ahead(strip_, w, item, careful);
-        chunk_ahead(w, item, j, smaller(next, end), ahead);
-      }
-      return;
-    }
     bool packed[kMostKept] = {};
     if constexpr (kCoded<C>) spread_scales(a_, a_.quantised.k, item, begin, end, w.key_scales);
     for (int i = 0; i < item.strips; ++i) meet(w, item, i, begin, end, careful, packed);
@@ -193,27 +184,6 @@ class ForwardItem {
       }
       strip_.strip(w, item, index, visit, careful);
     }
-  }
-
-  // The same, with the scores of each strip ahead of the exponentials of the one before.
-  void chunk_ahead(Workspace& w, const Item& item, int64_t begin, int64_t end,
-                   ScoresAhead<S, U, C>& ahead) const {
-    bool packed[kChunk] = {};
-    if constexpr (kCoded<C>) spread_scales(a_, a_.quantised.k, item, begin, end, w.key_scales);
-    for (int i = 0; i < item.strips; ++i) {
-      Visit visit;
-      plan<S, U>(a_, item.q, w.strips[i], begin, end, ahead.words(), &visit);
-      if (visit.tiles == 0) continue;
-      for (int n = 0; n < visit.tiles; ++n) {
-        const Tile& tile = visit.tile[n];
-        if (packed[tile.slot]) continue;
-        packed[tile.slot] = true;
-        pack_keys(w, item, tile);
-        pack_values(w, item, tile);
-      }
-      ahead.next(i, visit);
-    }
-    ahead.last();
   }
 
   void chunk_of_few(Workspace& w, const Item& item, const Span& keys, int64_t begin, int64_t end,

@@ -11,8 +11,6 @@ namespace polyattn::POLYATTN_NAMESPACE {
 // C: of keys and values as they are stored.
 template <class S, class U, class C>
 class ForwardStrip {
-  static constexpr int kSide = 2 * kTileUnits;
-
  public:
   ForwardStrip(const Arguments& a, const Division& d, const ScoreUnits<U>& units)
       : a_(a), d_(d), units_(units), k_units_(units_of<U>(a.head_dim)) {}
@@ -39,60 +37,17 @@ class ForwardStrip {
   void strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) const {
     const Strip& s = w.strips[index];
     const float* q = w.q + int64_t{index} * kRows * d_.q_units;
-    alignas(64) float tops[kRows * S::kLanes];
-    clear(tops);
+    float* out = w.out + int64_t{index} * kRows * d_.v_columns;
+    alignas(64) float tops[kRows * S::kLanes], shrink[kRows];
+    for (int i = 0; i < kRows; ++i) S::store(tops + i * S::kLanes, S::fill(-kInfinity));
     for (int n = 0; n < visit.tiles; ++n)
       score_tile(w, item, s, q, visit, n, w.scores + visit.tile[n].first, tops);
-    attend(w, item, index, visit, careful, tops, NothingElse());
-  }
-
-  // Maxima before the first score: kRows times the lanes.
-  static void clear(float* tops) {
-    for (int i = 0; i < kRows; ++i) S::store(tops + i * S::kLanes, S::fill(-kInfinity));
-  }
-
-  // What follows when a strip's scores are there. `meanwhile`: see soften().
-  template <class Meanwhile>
-  void attend(Workspace& w, const Item& item, int index, const Visit& visit, bool careful, float* tops,
-              Meanwhile meanwhile) const {
-    const Strip& s = w.strips[index];
-    float* out = w.out + int64_t{index} * kRows * d_.v_columns;
-    alignas(64) float shrink[kRows];
     const RowStates state{w.state.maximum + int64_t{index} * kRows, w.state.sum + int64_t{index} * kRows};
-    soften<S, U>(units_, w.scores, kScoreRow, s.count, visit.columns, state, tops, shrink, meanwhile);
+    soften<S, U>(units_, w.scores, kScoreRow, s.count, visit.columns, state, tops, shrink);
     for (int r = 0; r < s.count; ++r) {
       if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
     }
     careful ? values_by_row(w, s, visit, out) : values(w, item, s, visit, out);
-  }
-
-  // Scores of a tile in parts, of which each is two by two tiles of a matrix unit's sums. The last of them
-  // leaves the tile's scores as the soft-max takes them.
-  static constexpr int kParts = kTile / kSide * (kRows / kSide);
-  void score_part(Workspace& w, const Item& item, int index, const Visit& visit, int n, int part,
-                  float* tops) const {
-    const Strip& s = w.strips[index];
-    const Tile& tile = visit.tile[n];
-    float* const to = w.scores + tile.first;
-    const int64_t r = part / (kTile / kSide) * kSide, c = part % (kTile / kSide) * kSide;
-    const int64_t end = smaller<int64_t>(r + kSide, s.count);
-    Span columns{c, smaller<int64_t>(c + kSide, tile.columns)};
-    if (visit.mixed[n] && r < end) {
-      const Span seen = seen_keys(w.words + int64_t{n} * kRows, r, end, S::kLanes, tile.columns);
-      columns = {larger(columns.low, seen.low), smaller(columns.high, seen.high)};
-    }
-    const bool settled = !visit.mixed[n] && !kCoded<C> && units_.kind != Scores::natural;
-    if (r < end && !columns.empty()) {
-      const Strides strides{d_.q_units, 1, kTile, kScoreRow};
-      const float* q = w.q + (int64_t{index} * kRows + r) * d_.q_units;
-      const Piece piece{q, w.k + tile.slot * kTile * k_units_ + columns.low, k_units_};
-      float* const scores = to + r * kScoreRow + columns.low;
-      const int64_t width = columns.high - columns.low;
-      settled
-          ? multiply<S, U, Into::set_max>(&piece, 1, strides, end - r, width, scores, tops + r * S::kLanes)
-          : multiply<S, U, Into::set>(&piece, 1, strides, end - r, width, scores);
-    }
-    if (part == kParts - 1 && !settled) settle_tile(w, item, s, visit, n, to, tops);
   }
 
   // Each row with values of its own, in which what it does not see is 0. `kByVectors`: in the order of sums

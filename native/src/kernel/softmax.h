@@ -98,18 +98,13 @@ POLYATTN_INLINE typename S::Vec across(const float* lanes, Reduce reduce) {
   return reduce(x);
 }
 
-// What else is issued before the exponentials of a row: nothing.
-struct NothingElse {
-  POLYATTN_INLINE void operator()(int) const {}
-};
-
 // A step for all rows of a strip. `scores`: rows of `stride` floats; `lanes`: their largest, W for
 // each row, overwritten. `factor`: scale * log2(e), for raw scores. `shrink[r]` receives the factor
 // by which older sums of row r must shrink. The arrays of `state` and `shrink` have room for kRows
 // rows. kDegree: of probabilities; what older sums shrink by is always of degree 5.
-template <class S, class U, Scores kScores, int kDegree, class Meanwhile>
+template <class S, class U, Scores kScores, int kDegree>
 __attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, int columns, float factor,
-                                      RowStates state, float* lanes, float* shrink, Meanwhile meanwhile) {
+                                      RowStates state, float* lanes, float* shrink) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
   alignas(64) float shift[kRows];
@@ -127,41 +122,36 @@ __attribute__((noinline)) void soften(float* scores, int64_t stride, int rows, i
     S::store(state.maximum + r, maximum);
     S::store(shift + r, base);
   }
-  for (int r = 0; r < rows; ++r) {
-    meanwhile(r);
+  for (int r = 0; r < rows; ++r)
     soften_row<S, U, kScores, kDegree>(scores + r * stride, columns, factor, shift[r], lanes + r * W);
-  }
   for (int r = 0; r < padded; r += W) {
     const Vec sum = across<S>(lanes + r * W, [](Vec(&x)[W]) { return S::lane_sums(x); });
     S::store(state.sum + r, S::fma(S::load(state.sum + r), S::load(shrink + r), sum));
   }
 }
 
-template <class S, class U, Scores kScores, class Meanwhile>
+template <class S, class U, Scores kScores>
 inline void soften(const ScoreUnits<U>& units, float* scores, int64_t stride, int rows, int columns,
-                   RowStates state, float* lanes, float* shrink, Meanwhile meanwhile) {
+                   RowStates state, float* lanes, float* shrink) {
   if constexpr (U::kInTiles) {
     if (units.short_powers) {
-      return soften<S, U, kScores, 3>(scores, stride, rows, columns, units.factor, state, lanes, shrink,
-                                      meanwhile);
+      return soften<S, U, kScores, 3>(scores, stride, rows, columns, units.factor, state, lanes, shrink);
     }
   }
-  soften<S, U, kScores, 5>(scores, stride, rows, columns, units.factor, state, lanes, shrink, meanwhile);
+  soften<S, U, kScores, 5>(scores, stride, rows, columns, units.factor, state, lanes, shrink);
 }
 
-// `meanwhile(r)` is called before the exponentials of row r.
-template <class S, class U, class Meanwhile = NothingElse>
+template <class S, class U>
 inline void soften(const ScoreUnits<U>& units, float* scores, int64_t stride, int rows, int columns,
-                   RowStates state, float* lanes, float* shrink, Meanwhile meanwhile = {}) {
+                   RowStates state, float* lanes, float* shrink) {
   if constexpr (U::kValues == 1) {
     if (units.kind == Scores::folded) {
-      return soften<S, U, Scores::folded>(units, scores, stride, rows, columns, state, lanes, shrink,
-                                          meanwhile);
+      return soften<S, U, Scores::folded>(units, scores, stride, rows, columns, state, lanes, shrink);
     }
   } else if (units.kind == Scores::raw) {
-    return soften<S, U, Scores::raw>(units, scores, stride, rows, columns, state, lanes, shrink, meanwhile);
+    return soften<S, U, Scores::raw>(units, scores, stride, rows, columns, state, lanes, shrink);
   }
-  soften<S, U, Scores::natural>(units, scores, stride, rows, columns, state, lanes, shrink, meanwhile);
+  soften<S, U, Scores::natural>(units, scores, stride, rows, columns, state, lanes, shrink);
 }
 
 // A tile's products of queries and keys as the soft-max takes them, and what they raise the rows' maxima to,

@@ -27,14 +27,14 @@ struct Workspace {
     float* v = take(size_t(d.kept * kTile * d.v_columns));
     float* cleaned = take(size_t(kChunkKeys * d.v_columns));
     // of a strip, also of kMostTogether times kFewRows rows
-    float* scores = take(size_t(d.turns * kRows * kScoreRow));
+    float* scores = take(size_t(kRows * kScoreRow));
     float* out = take(items * size_t(held * d.v_columns));
     // whole strips, of which the soft-max steps through vectors of rows
     const size_t rows = items * size_t(round_up(held, kRows));
     float* maximum = take(rows);
     float* sum = take(rows);
     uint64_t* words =
-        reinterpret_cast<uint64_t*>(take(size_t(larger(d.together, d.turns) * kRows * kChunk) * 2));
+        reinterpret_cast<uint64_t*>(take(size_t(d.together * kRows * kChunk) * 2));
     Strip* strips = reinterpret_cast<Strip*>(take(sizeof(Strip) / 4 * kMostStrips));
     const void** keys_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
     const void** values_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
@@ -48,14 +48,6 @@ struct Workspace {
             words, strips, keys_at, values_at, key_scales, value_scales, decoded};
     }
     return parts.bytes();
-  }
-
-  // The memory of strips that take turns, of which the i-th is one's own.
-  Workspace of_turn(int i) const {
-    Workspace own = *this;
-    own.scores += i * kRows * kScoreRow;
-    own.words += i * kRows * kChunk;
-    return own;
   }
 
   // The memory of the i-th item of those that a thread runs together.
