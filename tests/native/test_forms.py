@@ -21,6 +21,8 @@ BUILT = isinstance(module.status(), Available)
 built_only = pytest.mark.skipif(not BUILT, reason="the native kernels are not built here")
 AVX512 = ("avx512bf16", "avx512", "avx2", "generic")
 SAPPHIRE_RAPIDS = {"avx512bf16": 65.0, "avx512": 130.5}
+TILES = (*AVX512, "amx", "amx_twin")
+GRANITE_RAPIDS = {"avx512bf16": 121.3, "avx512": 241.9, "amx": 3622.0}
 ZEN_4 = {"avx512bf16": 225.5, "avx512": 114.5}
 
 
@@ -37,6 +39,9 @@ ZEN_4 = {"avx512bf16": 225.5, "avx512": 114.5}
         (("avx2", "generic"), {}, "avx2", "no bfloat16 products"),
         (("neon", "generic"), {}, "neon", "no bfloat16 products"),
         (("generic",), {}, "generic", "no bfloat16 products"),
+        (TILES, GRANITE_RAPIDS, "amx", "pairs in tiles of AMX: 3622 GF/s a thread, pairs in"),
+        (TILES, GRANITE_RAPIDS, "amx", "avx512bf16 121, float32 in avx512 242; few rows keep"),
+        (TILES, {"avx512bf16": 100.0, "avx512": 9.0, "amx": 114.0}, "avx512bf16", "AMX 114"),
     ],
 )
 def test_the_higher_peak_runs_bfloat16(
@@ -64,6 +69,64 @@ def test_the_best_of_short_blocks_counts() -> None:
     spin = _spin([60, 65, 20, 64, 64, 1], [1, 2, 130, 60, 130.5, 129], asked)
     assert peaks(AVX512, spin) == pytest.approx(SAPPHIRE_RAPIDS)
     assert asked[1:5] == [(0, True), (1, False)] * 2  # in turns, and no form beyond these
+
+
+def test_tiles_are_measured_where_the_process_may_use_them() -> None:
+    asked: list[tuple[int, bool]] = []
+    turns = [gflops for _ in range(6) for gflops in (121.3, 3622.0)]
+    spin = _spin(turns, [241.9] * 6, asked)
+    assert peaks(TILES, spin, tiles=True) == pytest.approx(GRANITE_RAPIDS)
+    assert asked[1:4] == [(0, True), (1, False), (TILES.index("amx"), True)]
+    asked.clear()
+    spin = _spin([65.0] * 6, [130.5] * 6, asked)
+    assert peaks(TILES, spin, tiles=False) == pytest.approx(SAPPHIRE_RAPIDS)
+
+
+def test_what_the_operating_system_refuses_is_said() -> None:
+    form = chosen(TILES, SAPPHIRE_RAPIDS, "the operating system, or the container, does not")
+    assert form.name == "avx512" and form.why.endswith(
+        "; no AMX: the operating system, or the container, does not"
+    )
+
+
+class _Refusing:
+    """The extension in a process that may not use tiles."""
+
+    def __init__(self, kernels: object) -> None:
+        self._kernels = kernels
+        self.asked = 0
+
+    def isas(self) -> list[str]:
+        return [*(name for name in module.isas() if name != "amx"), "amx"]
+
+    def refusal(self, place: int) -> str:
+        assert self.isas()[place] == "amx"
+        self.asked += 1
+        return "a test forbids it"
+
+    def spin(self, place: int, bf16: bool, iterations: int, threads: int) -> tuple[float, float]:
+        assert self.isas()[place] != "amx"
+        operations, seconds = module.load().spin(place, bf16, iterations, threads)
+        return operations, seconds
+
+
+@built_only
+def test_a_process_that_may_not_use_tiles_runs_another_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("POLYATTN_NATIVE_ISA", raising=False)
+    settings.reload()
+    kernels = _Refusing(module.load())
+    here = tuple(kernels.isas())
+
+    class Refused:
+        isas = staticmethod(lambda: here)
+        load = staticmethod(lambda: kernels)
+
+    monkeypatch.setattr(forms, "_found", None)
+    monkeypatch.setattr(forms, "module", Refused)
+    form = forms.for_bfloat16()
+    assert form.name != "amx" and "no AMX: a test forbids it" in form.why and kernels.asked == 1
 
 
 def test_nothing_is_measured_where_there_is_no_choice() -> None:

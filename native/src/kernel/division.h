@@ -66,6 +66,14 @@ inline void count_items(const Arguments& a, int64_t rows, Division* d) {
   d->tasks_per_batch = blocks_of(d->items, larger<int64_t>(a.batch, 1) * d->together);
 }
 
+// The most rows of an item whose queries and sums a second cache holds beside keys, values and scores. In tiles
+// packing is a larger part of the work.
+inline int64_t most_rows_to_share(const Division& d, int64_t most) {
+  constexpr int64_t kBytes = int64_t{1} << 20;
+  return larger(
+      most, smaller<int64_t>(kBytes / (4 * (d.q_units + d.v_columns)), kRows * kMostStrips) / kRows * kRows);
+}
+
 // Makes items larger while each thread has several: they share the packing of a tile. Only where what a row
 // computes does not depend on the item that it is in, which the last few rows of a head must not become.
 inline void share_tiles(const Arguments& a, int64_t rows, int64_t most, Division* d) {
@@ -138,7 +146,8 @@ inline Division divide(const Arguments& a) {
   }
   d.by_strips = d.kept > kChunk && d.splits == 1 && kv_len <= d.kept * kTile;
   if (d.splits == 1 && sparse) share_tiles(a, rows, kRows * kMostStrips, &d);
-  if (d.splits == 1 && a.terms == 0 && d.sharing == 1) share_tiles(a, rows, most_rows, &d);
+  const int64_t most_shared = U::kInTiles ? most_rows_to_share(d, most_rows) : most_rows;
+  if (d.splits == 1 && a.terms == 0 && d.sharing == 1) share_tiles(a, rows, most_shared, &d);
   return d;
 }
 

@@ -33,8 +33,7 @@ struct Workspace {
     const size_t rows = items * size_t(round_up(held, kRows));
     float* maximum = take(rows);
     float* sum = take(rows);
-    uint64_t* words =
-        reinterpret_cast<uint64_t*>(take(size_t(d.together * kRows * kChunk) * 2));
+    uint64_t* words = reinterpret_cast<uint64_t*>(take(size_t(d.together * kRows * kChunk) * 2));
     Strip* strips = reinterpret_cast<Strip*>(take(sizeof(Strip) / 4 * kMostStrips));
     const void** keys_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
     const void** values_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));

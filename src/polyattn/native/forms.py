@@ -1,9 +1,11 @@
 """Which compiled form of the kernels runs a problem: the best here, for bfloat16 by measurement.
 
 The form with bfloat16 dot products multiplies pairs of bfloat16; the one before it converts them to
-float32 while it packs keys and values. Processors differ in which is faster: the pairs do twice the
-work of float32 on AMD's Zen 4 and half of it on Intel's Sapphire Rapids. So both are run from
-registers once in a process, when the first bfloat16 problem comes for which it matters.
+float32 while it packs keys and values; AMX multiplies pairs in tiles. Processors differ in which is
+faster: the pairs do twice the work of float32 on AMD's Zen 4 and half of it on Intel's Sapphire
+Rapids, whose tiles do thirteen times as much. So all are run from registers once in a process, when
+the first bfloat16 problem comes for which it matters. AMX is run if the operating system lets this
+process use it, which is asked then and not before.
 
 Few query rows, as in decoding, are bound by memory, and nothing is packed for them: what is
 converted once could not serve many rows. They keep the pairs.
@@ -21,12 +23,13 @@ from polyattn import settings
 from polyattn.native import module
 
 __all__ = [
-    "FEW_ROWS", "MARGIN", "Form", "chosen", "described", "few_rows", "for_bfloat16", "isa_for",
+    "AMX", "FEW_ROWS", "MARGIN", "Form", "chosen", "described", "few_rows", "for_bfloat16", "isa_for",
     "peaks",
 ]  # fmt: skip
 
 BFLOAT16 = 1
 """The code of the dtype, as the extension takes it: DType of polyattn/arguments.h."""
+AMX = "amx"
 FEW_ROWS = 8
 """Query rows on one key head up to which the kernels pack nothing: kFewRows of division.h."""
 MARGIN = 1.15
@@ -77,37 +80,53 @@ def few_rows(q_len: int, heads: int, kv_heads: int, sequences: int = 1) -> bool:
     return q_len * group <= FEW_ROWS * max(sequences, 1)
 
 
-def chosen(here: Sequence[str], found: Mapping[str, float]) -> Form:
+def chosen(here: Sequence[str], found: Mapping[str, float], refusal: str | None = None) -> Form:
     """Return the form for bfloat16 among those that are here, best first, by their peaks.
 
-    `found` holds the GF/s of one thread of those that were measured, or nothing.
+    `found` holds the GF/s of one thread of those that were measured, or nothing. `refusal`: why
+    AMX, which the processor has, was not among them.
 
     >>> chosen(["avx512bf16", "avx512", "generic"], {"avx512bf16": 65.0, "avx512": 130.5}).name
     'avx512'
     """
-    best = here[0]
+    best, without = here[0], f"; no AMX: {refusal}" if refusal else ""
     if best not in found:
-        return Form(best, "no bfloat16 products: converted to float32 while packing")
-    other = max((name for name in found if name != best), key=lambda name: found[name], default="")
-    if other and found[other] > MARGIN * found[best]:
-        why = (
-            f"converted to float32 while packing: {found[other]:.0f} GF/s a thread, "
-            f"pairs in {best} {found[best]:.0f}; few rows keep {best}"
-        )
-        return Form(other, why, dict(found))
-    rival = f", float32 in {other} {found[other]:.0f}" if other else ""
-    return Form(best, f"pairs of bfloat16: {found[best]:.0f} GF/s a thread{rival}", dict(found))
+        why = "no bfloat16 products: converted to float32 while packing"
+        return Form(best, why + without)
+    others = sorted((name for name in found if name != best), key=lambda name: -found[name])
+    if others and found[others[0]] > MARGIN * found[best]:
+        rivals = [best, *others[1:]]
+        told = ", ".join(f"{_means(name, best)} {found[name]:.0f}" for name in rivals)
+        first = _means(others[0], best) if others[0] == AMX else _CONVERTED
+        why = f"{first}: {found[others[0]]:.0f} GF/s a thread, {told}; few rows keep {best}"
+        return Form(others[0], why + without, dict(found))
+    told = "".join(f", {_means(name, best)} {found[name]:.0f}" for name in others)
+    why = f"pairs of bfloat16: {found[best]:.0f} GF/s a thread{told}"
+    return Form(best, why + without, dict(found))
 
 
-def peaks(here: Sequence[str], spin: Spin) -> dict[str, float]:
+_CONVERTED = "converted to float32 while packing"
+
+
+def _means(name: str, best: str) -> str:
+    """Return how a form multiplies bfloat16."""
+    if name == AMX:
+        return "pairs in tiles of AMX"
+    return f"pairs in {name}" if name == best else f"float32 in {name}"
+
+
+def peaks(here: Sequence[str], spin: Spin, tiles: bool = False) -> dict[str, float]:
     """Measure what each form that could run bfloat16 does from registers, GF/s of one thread.
 
-    Empty where the best form has no bfloat16 products. Short blocks of the forms take turns, and
-    the best of each counts: what disturbs one can only make it slower.
+    `tiles`: whether AMX is among them. Empty where the best form has no bfloat16 products. Short
+    blocks of the forms take turns, and the best of each counts: what disturbs one can only make it
+    slower.
     """
     if not spin(0, True, 1, 1)[0]:
         return {}
     forms = {place: place == 0 for place in range(min(2, len(here)))}
+    if tiles:
+        forms[here.index(AMX)] = True
     best = dict.fromkeys(forms, 0.0)
     for _ in range(_BLOCKS):
         for place, pairs in forms.items():
@@ -128,8 +147,10 @@ def for_bfloat16() -> Form:
     if _found is None:
         with _lock:
             if _found is None:
-                here, spin = module.isas(), module.load().spin
-                _found = chosen(here, peaks(here, spin))
+                here, kernels = module.isas(), module.load()
+                refusal = kernels.refusal(here.index(AMX)) if AMX in here else None
+                tiles = AMX in here and refusal is None
+                _found = chosen(here, peaks(here, kernels.spin, tiles), refusal)
     return _found
 
 
