@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "fuzz_memory.h"
+#include "permitted.h"
 #include "polyattn/arguments.h"
 
 namespace polyattn::testing {
@@ -61,8 +62,8 @@ class Call {
     }
     if (pass_ == Pass::forward && (a_.batch == 0 || a_.q_heads == 0 || a_.q_len == 0)) return;
     ++accepted_calls;
-    for (const Kernels* const* set = available(); *set != nullptr; ++set) {
-      pass_ == Pass::forward ? (*set)->forward(a_) : (*set)->backward(a_);
+    for (const Kernels* set : permitted()) {
+      pass_ == Pass::forward ? set->forward(a_) : set->backward(a_);
     }
   }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "oracle.h"
+#include "permitted.h"
 #include "problem.h"
 
 namespace polyattn::testing {
@@ -318,10 +319,10 @@ void one_case(uint64_t seed, Pass pass, const Options& options) {
   }
   const int threads = a.threads;
   const auto each_isa = [&](const auto& body) {
-    for (const Kernels* const* set = available(); *set != nullptr; ++set) {
-      if (options.isa != nullptr && std::strcmp(options.isa, (*set)->name) != 0) continue;
+    for (const Kernels* set : permitted()) {
+      if (options.isa != nullptr && std::strcmp(options.isa, set->name) != 0) continue;
       problem->a.threads = threads;
-      body(**set);
+      body(*set);
     }
   };
   if (pass == Pass::forward) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "permitted.h"
 #include "polyattn/arguments.h"
 
 namespace {
@@ -348,11 +349,11 @@ void complaints() {
 }  // namespace
 
 int main() {
-  for (const Kernels* const* set = available(); *set != nullptr; ++set) {
-    lengths(**set);
-    ranges(**set);
-    views(**set);
-    threads(**set);
+  for (const Kernels* set : testing::permitted()) {
+    lengths(*set);
+    ranges(*set);
+    views(*set);
+    threads(*set);
   }
   complaints();
   std::printf("statistics: %d failures\n", failures);

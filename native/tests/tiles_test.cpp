@@ -16,7 +16,9 @@
 
 #include "dispatch.h"
 #include "numbers.h"
+#include "permitted.h"
 #include "tile_permission.h"
+#include "tile_products.h"
 #include "twin_sessions.h"
 
 namespace polyattn::testing {
@@ -142,6 +144,31 @@ struct Call {
   }
 };
 
+#if defined(__x86_64__) && defined(__linux__)
+
+// The states that this thread has in use: a system saves them at each switch of threads.
+uint64_t states_in_use() {
+  uint32_t low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));
+  return uint64_t{high} << 32 | low;
+}
+
+// The processor's tiles, where there are some: the twin's sums bit for bit, and they are given back.
+void tiles_of_the_processor() {
+  const Kernels* const amx = find("amx");
+  if (amx == nullptr || amx->prepare() != nullptr) return;
+  expect(different_sums(3000) == 0, "AMX and its twin sum products to other bits");
+  Call call(1);
+  expect(amx->forward(call.a) && amx->backward(call.a), "a call failed");
+  expect((states_in_use() >> 17 & 3) == 0, "tiles are in use after a call");
+}
+
+#else
+
+void tiles_of_the_processor() {}
+
+#endif
+
 // The twin's tiles end the process where a thread uses them outside of a session, or begins a second one.
 void sessions() {
   for (const int threads : {1, 2, 5}) {
@@ -225,12 +252,11 @@ void strips_of_an_item(const Kernels& kernels, DType dtype, bool natural, bool w
 }
 
 void strips() {
-  for (const Kernels* const* set = available(); *set != nullptr; ++set) {
-    if ((*set)->prepare != nullptr && (*set)->prepare() != nullptr) continue;
+  for (const Kernels* set : permitted()) {
     for (const bool natural : {false, true}) {
-      for (const bool with_lse : {false, true}) strips_of_an_item(**set, DType::bf16, natural, with_lse);
+      for (const bool with_lse : {false, true}) strips_of_an_item(*set, DType::bf16, natural, with_lse);
     }
-    strips_of_an_item(**set, DType::f32, false, true);
+    strips_of_an_item(*set, DType::f32, false, true);
   }
 }
 
@@ -242,6 +268,7 @@ int main() {
   permission();
   here();
   sessions();
+  tiles_of_the_processor();
   strips();
   threads_of_others();
   forks();

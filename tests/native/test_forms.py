@@ -161,6 +161,16 @@ def test_the_machine_here_is_measured_once() -> None:
     assert forms.described()["form"] == form.name
 
 
+@pytest.mark.skipif(not BUILT or "amx" not in module.isas(), reason="there are no tiles here")
+def test_tiles_take_part_unless_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POLYATTN_NATIVE_ISA", raising=False)
+    settings.reload()
+    form = forms.for_bfloat16()
+    refusal = module.load().refusal(module.isas().index("amx"))
+    assert ("amx" in form.peaks) is (refusal is None), form
+    assert form.name == max(form.peaks, key=lambda name: form.peaks[name]), form
+
+
 @pytest.fixture
 def other_form(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The form for bfloat16 is another than the best, as on Sapphire Rapids."""

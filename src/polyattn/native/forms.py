@@ -2,9 +2,9 @@
 
 The form with bfloat16 dot products multiplies pairs of bfloat16; the one before it converts them to
 float32 while it packs keys and values; AMX multiplies pairs in tiles. Processors differ in which is
-faster: the pairs do twice the work of float32 on AMD's Zen 4 and half of it on Intel's Sapphire
-Rapids, whose tiles do thirteen times as much. So all are run from registers once in a process, when
-the first bfloat16 problem comes for which it matters. AMX is run if the operating system lets this
+faster: the pairs do twice the work of float32 on AMD's Zen 4 and half of it on Intel's Xeons, whose
+tiles do many times as much as either. So all are run from registers once in a process, when the
+first bfloat16 problem comes for which it matters. AMX takes part if the operating system lets this
 process use it, which is asked then and not before.
 
 Few query rows, as in decoding, are bound by memory, and nothing is packed for them: what is
