@@ -23,8 +23,8 @@ from polyattn import settings
 from polyattn.native import module
 
 __all__ = [
-    "AMX", "FEW_ROWS", "MARGIN", "Form", "chosen", "described", "few_rows", "for_bfloat16", "isa_for",
-    "peaks",
+    "AMX", "FEW_ROWS", "MARGIN", "Form", "chosen", "described", "few_rows", "for_bfloat16",
+    "isa_for", "peaks",
 ]  # fmt: skip
 
 BFLOAT16 = 1

@@ -66,8 +66,8 @@ def isas() -> tuple[str, ...]:
     """Return the instruction sets that this build has and this processor runs, best first.
 
     Behind `generic` come `amx`, which is for bfloat16 alone and not every process may run (see
-    :func:`polyattn.native.forms.for_bfloat16`), and `amx_twin`, which is its algorithm in plain C++,
-    for tests, and taken only by name.
+    :func:`polyattn.native.forms.for_bfloat16`), and `amx_twin`, which is its algorithm in plain
+    C++, for tests, and taken only by name.
     """
     return tuple(load().isas())
 
