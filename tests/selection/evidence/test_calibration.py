@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -22,7 +23,14 @@ import torch
 from polyattn import Problem, record_selections, settings
 from polyattn.cli.tune import main
 from polyattn.selection import Selection, scopes
-from polyattn.selection.evidence import KINDS, Machine, calibration, comparing, of_machine
+from polyattn.selection.evidence import (
+    KINDS,
+    Machine,
+    calibration,
+    comparing,
+    of_machine,
+    shipped,
+)
 from polyattn.selection.evidence.calibrated_rows import PREFIX, device_of
 from polyattn.selection.evidence.comparing import BUSY
 from polyattn.selection.platforms import Platform, platform_of, register_platform
@@ -242,9 +250,16 @@ def test_switched_off_what_was_calibrated_takes_no_part(
     assert chosen().backend == "sdpa_flash"
 
 
-def test_a_machine_of_a_record_is_calibrated_for_what_that_lacks(prober: StandIn) -> None:
+def test_a_machine_of_a_record_is_calibrated_for_what_that_lacks(
+    prober: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prober.where = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16")
-    assert "an outside bench" in chosen().reason and prober.asked == []
+    record = shipped.find(prober.where)
+    assert record is not None
+    lacking = {"small decode", "small", "decode"}
+    figures = {key: one for key, one in record.figures.items() if key[1] not in lacking}
+    monkeypatch.setattr(shipped, "shipped", lambda: (replace(record, figures=figures),))
+    assert "Intel Xeon with AMX" in chosen().reason and prober.asked == []
     decoding = DENSE.with_(heads=4, kv_heads=4, q_len=1, kv_len=1 << 15)
     assert "measured here" in chosen(decoding).reason
     assert prober.asked == [

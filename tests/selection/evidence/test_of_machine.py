@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from polyattn import Facts, Problem
 from polyattn.problem import MaskFacts
 from polyattn.selection import Selection, Source
-from polyattn.selection.evidence import UNMEASURED, Evidence, Figure, Machine
+from polyattn.selection.evidence import UNMEASURED, Evidence, Figure, Machine, shipped
 from polyattn.selection.evidence.problem_kinds import is_small, kind_of
 from polyattn.selection.evidence.shipped import find
 from polyattn.selection.heuristics import EVIDENCE, ROWS
@@ -24,6 +25,8 @@ DENSE = Problem(batch=1, q_len=4096, kv_len=4096, heads=8, kv_heads=8, head_dim=
 DECODE = DENSE.with_(q_len=1, heads=32, kv_heads=8, head_dim=128, value_dim=128)
 CAUSAL = DENSE.with_(mask=MaskFacts.parse("Causal('top_left')", "top_left"))
 WINDOW = DENSE.with_(mask=MaskFacts.parse("Causal() & Window(left=255, right=None)", None))
+ONE_HEAD_EACH = DECODE.with_(kv_heads=DECODE.heads)
+PADDED = MaskFacts.parse("Padding()", None)
 
 RECORDS = files("polyattn.selection.evidence") / "records"
 
@@ -43,10 +46,14 @@ def on(facts: str, problem: Problem, **packages: str) -> Selection:
         ("sapphirerapids", DENSE, "float32", "native_cpu"),
         ("sapphirerapids", CAUSAL, "float32", "native_cpu"),
         ("sapphirerapids", DENSE, "float16", "native_cpu"),
-        ("sapphirerapids", DENSE, "bfloat16", "sdpa_flash"),
-        ("sapphirerapids", CAUSAL, "bfloat16", "sdpa_flash"),
-        ("sapphirerapids", DENSE.with_(batch=8, q_len=197, kv_len=197), "bfloat16", "sdpa_flash"),
-        ("sapphirerapids", DENSE.with_(head_dim=128, value_dim=128), "bfloat16", "sdpa_flash"),
+        ("sapphirerapids", DENSE, "bfloat16", "native_cpu"),
+        ("sapphirerapids", CAUSAL, "bfloat16", "native_cpu"),
+        ("sapphirerapids", DENSE.with_(batch=8, q_len=197, kv_len=197), "bfloat16", "native_cpu"),
+        ("sapphirerapids", DENSE.with_(head_dim=128, value_dim=128), "bfloat16", "native_cpu"),
+        ("sapphirerapids", ONE_HEAD_EACH, "bfloat16", "sdpa_flash"),
+        ("sapphirerapids", ONE_HEAD_EACH, "float32", "sdpa_flash"),
+        ("sapphirerapids", ONE_HEAD_EACH.with_(mask=PADDED), "bfloat16", "native_cpu"),
+        ("sapphirerapids", ONE_HEAD_EACH.with_(mask=PADDED), "float32", "native_cpu"),
         ("sapphirerapids", DECODE, "bfloat16", "native_cpu"),
         ("sapphirerapids", DECODE, "float32", "native_cpu"),
         ("sapphirerapids", WINDOW, "bfloat16", "native_cpu"),
@@ -71,20 +78,39 @@ def test_what_is_chosen_elsewhere(facts: str, problem: Problem, dtype: str, chos
 
 def test_the_reason_names_the_record_its_command_and_its_hardware() -> None:
     zen4 = on("zen4", DENSE.with_(dtype="bfloat16")).reason
-    made = json.loads(RECORDS.joinpath("amd-zen4.json").read_text())["figures"]["bfloat16"]["dense"]
-    low, median, high = (f"{made[name]:.3g}" for name in ("low", "median", "high"))
+    low, median, high = _figures("amd-zen4", "bfloat16", "dense")
     assert f"{median} x torch's kernel on dense bfloat16 problems ({low} - {high}), by" in zen4
     assert "`polyattn bench harm --record`" in zen4
     assert "AMD EPYC of Zen 4" in zen4 and "2 threads, torch 2.13.0+cpu" in zen4
-    amx = on("sapphirerapids", DENSE.with_(dtype="bfloat16")).reason
-    assert amx.startswith("torch's own kernel; native_cpu: 0.38 x torch's kernel on dense bfloat16")
-    assert "an outside bench, not repeated by a command here" in amx
-    window = on("sapphirerapids", WINDOW.with_(dtype="bfloat16")).reason
-    assert "tiles that the mask empties are skipped, at most 19% remain; otherwise 0.38 x" in window
+    amx = on("sapphirerapids", ONE_HEAD_EACH.with_(dtype="bfloat16")).reason
+    low, median, high = _figures("intel-amx", "bfloat16", "decode")
+    measured = f"{median} x torch's kernel on decoding bfloat16 problems ({low} - {high}), by"
+    assert amx.startswith(f"torch's own kernel; native_cpu: {measured} `polyattn bench harm")
+    assert "Intel Xeon with AMX" in amx
+    padded = on("sapphirerapids", ONE_HEAD_EACH.with_(dtype="bfloat16", mask=PADDED)).reason
+    made = "torch's kernel would be given the mask as an array, made in each call"
+    assert padded.startswith(f"{made}; otherwise {measured}")
+    window = on("zen3", WINDOW.with_(head_dim=128, value_dim=128)).reason
+    otherwise = f"otherwise {_figures('amd-avx2', 'float32', 'wide')[1]} x"
+    assert f"tiles that the mask empties are skipped, at most 19% remain; {otherwise}" in window
     assert "`polyattn bench harm --record` on AMD EPYC with AVX2" in on("zen3", DENSE).reason
     assert on("graviton3", DENSE).reason == (
         "no record of such a machine is shipped; torch's own kernel"
     )
+
+
+def _figures(record: str, dtype: str, kind: str) -> list[str]:
+    """Return low, median and high of a record that is shipped, as a reason says them."""
+    text = RECORDS.joinpath(f"{record}.json").read_text(encoding="utf-8")
+    made = json.loads(text)["figures"][dtype][kind]
+    return [f"{made[name]:.3g}" for name in ("low", "median", "high")]
+
+
+def test_what_the_record_of_such_a_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = find(AMX)
+    assert amx is not None
+    figures = {key: figure for key, figure in amx.figures.items() if key[1] != "train"}
+    monkeypatch.setattr(shipped, "shipped", lambda: (replace(amx, figures=figures),))
     trained = DENSE.with_(dtype="bfloat16", grad=True)
     assert "(intel-amx) has no such problem" in on("sapphirerapids", trained).reason
 
@@ -106,7 +132,7 @@ def test_only_a_record_of_the_same_machine_counts() -> None:
     ("torch", "threads", "zen4", "amx"),
     [
         ("2.13", 1, True, True), ("2.13", 2, True, True), ("2.13", 64, False, False),
-        ("2.9", 2, False, False), ("2.15", 2, False, True), (None, None, True, True),
+        ("2.9", 2, False, False), ("2.15", 2, False, False), (None, None, True, True),
     ],
 )  # fmt: skip
 def test_a_record_counts_for_its_releases_and_threads(
@@ -122,7 +148,7 @@ def test_bfloat16_figures_are_those_of_the_form_that_runs() -> None:
     other = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16", "avx512")
     assert find(other) is amx and amx.figures_for(AMX) == amx.figures
     left = {kind for dtype, kind in amx.figures_for(other) if dtype == "bfloat16"}
-    assert left == {"grouped decode"}
+    assert left == {"decode", "grouped decode", "small decode"}
     assert ("float32", "dense") in amx.figures_for(other)
 
 

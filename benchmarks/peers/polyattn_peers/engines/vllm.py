@@ -42,7 +42,8 @@ def _unit(call: Call) -> str:
     if call.q.shape[-1] % 32:
         return "vec16"
     tiles = torch.cpu._is_amx_tile_supported() and call.dtype == "bfloat16"
-    return "amx" if tiles else "vec"
+    # the operating system has to be asked, as the layers around vLLM's operators do
+    return "amx" if tiles and torch.cpu._init_amx() else "vec"
 
 
 def prepare(call: Call) -> Prepared:

@@ -14,6 +14,7 @@ from polyattn.problem import MaskFacts, Problem
 __all__ = [
     "DTYPES",
     "KINDS",
+    "is_array",
     "is_band",
     "is_small",
     "is_small_training",
@@ -40,7 +41,7 @@ KINDS = {
 }
 """Each kind, and how it is called in a sentence before the dtype."""
 
-_SMALL, _SMALL_DECODE, _SMALL_TRAINING = 1 << 21, 1 << 18, 1 << 23
+_SMALL, _SMALL_DECODE, _SMALL_TRAINING = 1 << 21, 1 << 18, 1 << 24
 _FEW_KEYS = 32
 
 _SHORT = 512
@@ -96,7 +97,7 @@ def is_small(p: Problem) -> bool:
 
 
 def is_small_training(p: Problem) -> bool:
-    """Say whether a float32 call that trains is over in a millisecond, or meets few keys.
+    """Say whether a float32 call that trains is over in a millisecond or so, or meets few keys.
 
     torch's kernel is faster there (``polyattn bench harm --only "fwd+bwd small*fp32"``): the native
     backward pass packs for more rows than there are. In half types the native kernels are several
@@ -121,6 +122,18 @@ def work_of(p: Problem) -> int:
     """
     batch, t, s = p.class_sizes
     return batch * p.heads * t * s * (p.head_dim + p.value_dim)
+
+
+def is_array(p: Problem) -> bool:
+    """Say whether torch's kernel is given the mask as an array: it knows causal ones alone.
+
+    >>> p = Problem(batch=1, q_len=1, kv_len=128, heads=8, kv_heads=8, head_dim=64)
+    >>> is_array(p), is_array(p.with_(mask=MaskFacts.parse("Causal()", None)))
+    (False, False)
+    >>> is_array(p.with_(mask=MaskFacts.parse("Window(left=31)", None)))
+    True
+    """
+    return p.mask is not None and bool(p.mask.kinds - {"Full", "Causal"})
 
 
 def is_band(p: Problem) -> bool:
