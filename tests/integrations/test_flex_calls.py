@@ -12,6 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention as imported_before
 
 from polyattn import Causal, Dense, Padding, Unsupported, Window, record_selections, use_backend
 from polyattn.integrations.sdpa_patch import route_sdpa
+from polyattn.native import forms, module
+from polyattn.selection.registry import Available
 from polyattn.torch import attention, block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called", "ignore:return_lse is")
@@ -55,6 +57,11 @@ MASKS: dict[str, tuple[Any, str | None]] = {
 }  # fmt: skip
 
 
+def in_tiles() -> bool:
+    """Whether bfloat16 runs in AMX's tiles here."""
+    return isinstance(module.status(), Available) and forms.for_bfloat16().name.startswith("amx")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", MASKS)
 def test_eager_calls_are_routed_and_right(name: str, dtype: torch.dtype) -> None:
@@ -74,7 +81,10 @@ def test_eager_calls_are_routed_and_right(name: str, dtype: torch.dtype) -> None
     assert sums.lse.dtype == aux.lse.dtype and sums.max_scores is None
     rounding = {torch.bfloat16: 2e-3}.get(dtype, 1e-5)
     torch.testing.assert_close(sums.lse, aux.lse, rtol=rounding, atol=rounding)
-    torch.testing.assert_close(plain, ours, rtol=rounding, atol=rounding)
+    # in tiles, exponentials are shorter where no lse is made of them: one rounding of the output
+    tiles = dtype == torch.bfloat16 and in_tiles()
+    torch.testing.assert_close(plain, ours, rtol=2**-7 if tiles else rounding, atol=rounding)
+    assert (plain.double() - exact).abs().max() <= bound
     assert torch.equal(again[1], sums.lse)
     assert len(heard.log) == 3
     for _, found in heard.log:
