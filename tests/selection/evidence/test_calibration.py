@@ -23,14 +23,7 @@ import torch
 from polyattn import Problem, record_selections, settings
 from polyattn.cli.tune import main
 from polyattn.selection import Selection, scopes
-from polyattn.selection.evidence import (
-    KINDS,
-    Machine,
-    calibration,
-    comparing,
-    of_machine,
-    shipped,
-)
+from polyattn.selection.evidence import KINDS, Machine, calibration, comparing, of_machine, shipped
 from polyattn.selection.evidence.calibrated_rows import PREFIX, device_of
 from polyattn.selection.evidence.comparing import BUSY
 from polyattn.selection.platforms import Platform, platform_of, register_platform
