@@ -157,7 +157,7 @@ NB_MODULE(_native, m) {
   m.doc() = "Tiled CPU attention kernels. Use polyattn.native or the native_cpu backend.";
   m.def(
       "isas", [] { return polyattn::names(polyattn::available()); },
-      "Instruction sets that this processor runs, best first, then those that are taken only by name.");
+      "Instruction sets that this processor runs, best first, then those that are never the best of all.");
   m.def("refusal", &polyattn::refusal, "isa"_a,
         "None, or why the operating system does not let this process run an instruction set.");
   m.def("build", &polyattn::build, "Compiler, compiled instruction sets, version, what traces are made of.");

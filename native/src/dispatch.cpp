@@ -79,7 +79,7 @@ const Kernels* const* compiled() {
 #endif
       &kGeneric,  // anywhere
 #if defined(POLYATTN_HAVE_AMX)
-      &kAmx,  // of bfloat16, for whom the system lets use it
+      &kAmx,  // for bfloat16, in processes that may use it
 #endif
       &kAmxTwin,  // for tests
       nullptr,

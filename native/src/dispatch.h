@@ -8,7 +8,7 @@ namespace polyattn {
 // One translation unit under isa/ defines each; the build sets POLYATTN_HAVE_* for those it has.
 extern const Kernels kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmx, kAmxTwin, kNeon;
 
-// Best first, then those that are taken only by name; ends with nullptr.
+// Best first, then those that are never the best of all: AMX's, for bfloat16 alone, and the twin; ends with nullptr.
 const Kernels* const* compiled();
 
 }  // namespace polyattn

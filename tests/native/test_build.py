@@ -21,7 +21,7 @@ from polyattn.selection.registry import Available, Missing, registry
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = isinstance(module.status(), Available)
-BY_NAME = ("amx", "amx_twin")  # taken only by name, so behind all others
+BY_NAME = ("amx", "amx_twin")  # never the best of all, so behind all others
 built_only = pytest.mark.skipif(not BUILT, reason="the native kernels are not built here")
 
 

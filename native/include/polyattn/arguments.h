@@ -161,7 +161,7 @@ struct Kernels {
   const char* (*prepare)() = nullptr;
 };
 
-// Those that this build has and this processor runs, best first, then those that are taken only by name;
+// Those that this build has and this processor runs, best first, then those that are never the best of all;
 // ends with nullptr.
 const Kernels* const* available();
 // By name, or nullptr.
