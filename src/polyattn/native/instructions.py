@@ -23,7 +23,7 @@ _NEEDS = {
 
 
 def forms(instructions: frozenset[str]) -> tuple[str, ...]:
-    """Return the forms that such a processor runs, best first, then those that are never the best of all.
+    """Return the forms that such a processor runs, best first, then those that are never the best.
 
     >>> forms(frozenset({"avx2", "fma", "f16c"}))
     ('avx2', 'generic', 'amx_twin')
