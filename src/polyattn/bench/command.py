@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.bench.generate import bench_generate as generate
+from polyattn.bench.gpu import bench_gpu
 from polyattn.bench.harm import bench_harm as harm
 from polyattn.bench.jax import bench_jax
 from polyattn.bench.models import bench_models
@@ -29,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         commands = {
-            "compare": _compare, "cpu": _cpu, "generate": generate.run, "growth": _growth,
-            "harm": harm.run, "jax": bench_jax.run, "models": bench_models.run,
+            "compare": _compare, "cpu": _cpu, "generate": generate.run, "gpu": bench_gpu.run,
+            "growth": _growth, "harm": harm.run, "jax": bench_jax.run, "models": bench_models.run,
             "offload": bench_offload.run, "overhead": _overhead, "programs": bench_programs.run,
             "trace": trace.run,
         }  # fmt: skip
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     growth.add_argument("--json", action="store_true", help="print the record, not the steps")
     harm.add(kinds)
     generate.add(kinds)
+    bench_gpu.add(kinds)
     bench_jax.add(kinds)
     bench_models.add(kinds)
     bench_offload.add(kinds)

@@ -35,14 +35,22 @@ def machine_class(machine: dict[str, Any]) -> str:
 
     >>> machine_class({"cpu": "AMD EPYC", "cores": 2, "flags": ["avx2", "avx512f", "avx512_bf16"]})
     'amd-epyc-avx512-bf16-2-cores'
+    >>> machine_class({"cpu": "Intel Xeon", "cores": 16, "flags": [], "accelerator": "NVIDIA H100"})
+    'nvidia-h100'
     """
+    if "accelerator" in machine:
+        return _slug(machine["accelerator"])
     flags = set(machine["flags"])
     best = next((name for name in ("avx512f", "avx2", "sve", "asimd") if name in flags), "")
     parts = [machine["cpu"], best.removesuffix("f")]
     parts += ["bf16"] if flags & {"avx512_bf16", "bf16"} else []
     parts += ["amx"] if "amx_bf16" in flags else []
     parts.append(f"{machine['cores']}-cores")
-    return re.sub(r"[^a-z0-9]+", "-", " ".join(filter(None, parts)).lower()).strip("-")
+    return _slug(" ".join(filter(None, parts)))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def versions() -> dict[str, str | None]:

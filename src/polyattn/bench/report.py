@@ -80,7 +80,8 @@ def conditions(record: Mapping[str, Any]) -> str:
     native = record.get("native")
     isa = f", native {native['isa']}" if native else ""
     versions = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found)
-    return f"{machine['cpu']}, {machine['cores']} cores{isa}; {versions}"
+    device = f"{machine['accelerator']}, " if "accelerator" in machine else ""
+    return f"{device}{machine['cpu']}, {machine['cores']} cores{isa}; {versions}"
 
 
 def print_comparison(comparison: Mapping[str, Any], a: str, b: str) -> None:

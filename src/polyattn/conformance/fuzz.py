@@ -10,7 +10,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from random import Random
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,7 +21,7 @@ from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict, examine, subject
 from polyattn.conformance.dropout import examine_dropout
 from polyattn.conformance.generate import random_case
-from polyattn.conformance.jax_calls import forget
+from polyattn.conformance.jax_calls import forget, on_device
 from polyattn.conformance.jax_ways import several_devices
 from polyattn.conformance.report import Failure, Report, Tally
 from polyattn.conformance.screen import bar, show_case, show_report
@@ -56,9 +58,30 @@ def run(
     ``progress(done, report)`` is called after each case. `time_limit` in seconds.
     """
     report = Report(seed, problems, device, compiled, framework)
+    with _placed(framework, device):
+        _run(report, backend, progress, time_limit)
+    return report
+
+
+def _placed(framework: str, device: str) -> AbstractContextManager[Any]:
+    """Have JAX's arrays on the device; tensors are put there one by one."""
+    if framework != "jax":
+        return nullcontext()
+    several_devices()
+    return on_device(device)
+
+
+def _tensors_on(framework: str, device: str) -> str:
+    """Return where a case's tensors lie: JAX gets them from the processor's memory."""
+    return "cpu" if framework == "jax" else device
+
+
+def _run(
+    report: Report, backend: str | None, progress: Progress | None, time_limit: float | None
+) -> None:
+    problems, seed, device = report.asked, report.seed, report.device
+    compiled, framework = report.compiled, report.framework
     began = time.perf_counter()
-    if framework == "jax":
-        several_devices()
     try:
         backends = _backends(report, backend, device, compiled and backend is None)
         for one in backends if framework == "torch" else ():
@@ -84,7 +107,6 @@ def run(
         report.interrupted = True
     report.close()
     report.seconds = time.perf_counter() - began
-    return report
 
 
 def run_case(
@@ -95,11 +117,11 @@ def run_case(
     framework: str = "torch",
 ) -> dict[str, Verdict]:
     """Examine one case; the verdicts by backend."""
-    if framework == "jax":
-        several_devices()
     report = Report(0, 1, framework=framework)
-    built, every = subject(case, device), _backends(report, backend, device)
-    return {one.name: examine(built, one, compiled) for one in every}
+    with _placed(framework, device):
+        built = subject(case, _tensors_on(framework, device))
+        every = _backends(report, backend, device)
+        return {one.name: examine(built, one, compiled) for one in every}
 
 
 def _backends(
@@ -136,6 +158,7 @@ def _backends(
 def _one(
     report: Report, case: Case, backends: Sequence[Backend], device: str, compiled: bool
 ) -> None:
+    device = _tensors_on(report.framework, device)
     built = subject(case, device)
     for backend in backends:
         verdict = examine(built, backend, compiled)
@@ -167,7 +190,9 @@ def _dropout(report: Report, backend: Backend, seed: int, device: str) -> None:
     verdict = examine_dropout(backend, seed, device)
     if verdict.fails:
         report.tallies.setdefault(backend.name, Tally()).counts[verdict.outcome] += 1
-        report.failures.append(Failure(verdict.outcome, backend.name, "", verdict.detail))
+        report.failures.append(
+            Failure(verdict.outcome, backend.name, "", verdict.detail, device=device)
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,8 +244,6 @@ def _misused(args: argparse.Namespace) -> str:
     """Say what the arguments ask for that there is not; nothing where they are fine."""
     if args.framework == "jax" and args.compiled:
         return "got --compiled with --framework jax, expected one of them: JAX compiles every case."
-    if args.framework == "jax" and args.device != "cpu":
-        return f"got --device {args.device} with --framework jax, expected cpu, where torch is too."
     return ""
 
 
@@ -257,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", metavar="NAME", help="one backend or a group instead of all")
     add("--framework", choices=("torch", "jax"), default="torch", help="whose backends (torch)")
     add("--case", metavar="SPEC", help="one case, as a failure's line gives it")
-    add("--device", default="cpu", help="cpu (default) or cuda")
+    add("--device", default="cpu", help="cpu (default) or cuda; with JAX also rocm or tpu")
     add("--compiled", action="store_true", help="inside torch.compile(fullgraph=True)")
     add("--time-limit", type=float, metavar="SECONDS", help="stop after the case that passes it")
     add("--threads", type=_count, default=1, metavar="N", help="torch's threads (default 1)")

@@ -19,19 +19,38 @@ from torch import Tensor
 from polyattn.conformance.cases import Case
 from polyattn.conformance.inputs import Inputs
 from polyattn.conformance.jax_ways import SPREADING, attending, paged, spreading
+from polyattn.errors import PolyattnError
 from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.selection.registry import Backend
 
-__all__ = ["forget", "jax_call", "jax_kernel", "jax_special", "problem_for", "to_jax", "to_torch"]
+__all__ = [
+    "forget", "jax_call", "jax_kernel", "jax_special", "on_device", "problem_for", "to_jax",
+    "to_torch",
+]  # fmt: skip
 
 _EAGER = 4  # one case of so many is called outside of jit, and is compiled by the front
 
 
+def on_device(kind: str) -> AbstractContextManager[Any]:
+    """Have JAX put the arrays of cases on a device of that kind: cpu, cuda, rocm or tpu."""
+    jax = importlib.import_module("jax")
+    try:
+        found = jax.devices(kind)
+    except RuntimeError as error:
+        here = ", ".join(sorted({device.platform for device in jax.devices()}))
+        raise PolyattnError(
+            f"got --device {kind}, which JAX does not see, expected one that is here: {here}"
+        ) from error
+    placed: AbstractContextManager[Any] = jax.default_device(found[0])
+    return placed
+
+
 def problem_for(problem: Problem) -> Problem:
-    """Return the same problem as one of JAX's."""
-    return problem.with_(framework="jax", contiguous=True, compiled=False)
+    """Return the same problem as one of JAX's, where JAX puts its arrays now."""
+    kind, arch = importlib.import_module("polyattn.jax.platform").present_device()
+    return problem.with_(framework="jax", device=kind, arch=arch, contiguous=True, compiled=False)
 
 
 def jax_call(case: Case, backend: Backend) -> Callable[[Inputs], Any]:

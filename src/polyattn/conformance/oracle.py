@@ -241,7 +241,7 @@ def _beyond(
     if inputs.quantised is None or not multiplies_bytes(case):
         return {}
     _, scales, block_size = inputs.quantised
-    each = scales.repeat_interleave(block_size, -1)[..., : case.s].to(q.dtype)
+    each = scales.cpu().repeat_interleave(block_size, -1)[..., : case.s].to(q.dtype)
     each = each.repeat_interleave(case.n // case.k, 1)
     scale = case.scale if case.scale is not None else 1.0 / math.sqrt(case.h)
     out, lse = byte_rounding(scale, q, k, v, each, p, seen)

@@ -26,12 +26,14 @@ class Failure:
     detail: str
     compiled: bool = False
     framework: str = "torch"
+    device: str = "cpu"
 
     @property
     def reproduce(self) -> str:
         """The command that shows it again; each run begins with what is not a case (dropout)."""
         command = f"polyattn fuzz --backend {self.backend}"
         command += "" if self.framework == "torch" else f" --framework {self.framework}"
+        command += "" if self.device == "cpu" else f" --device {self.device}"
         if not self.spec:
             return f"{command} --problems 1"
         command += " --compiled" if self.compiled else ""
@@ -94,8 +96,14 @@ class Report:
             spec = (smallest or case).spec
             self.failures.append(
                 Failure(
-                    verdict.outcome, backend, spec, verdict.detail, self.compiled, self.framework
-                )
+                    verdict.outcome,
+                    backend,
+                    spec,
+                    verdict.detail,
+                    self.compiled,
+                    self.framework,
+                    self.device,
+                )  # fmt: skip
             )
 
     def close(self) -> None:
@@ -107,7 +115,14 @@ class Report:
                 )
                 tally.counts["false_refusal"] += 1
                 self.failures.append(
-                    Failure("false_refusal", name, spec, detail, framework=self.framework)
+                    Failure(
+                        "false_refusal",
+                        name,
+                        spec,
+                        detail,
+                        framework=self.framework,
+                        device=self.device,
+                    )
                 )
 
     @property

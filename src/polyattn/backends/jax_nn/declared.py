@@ -69,3 +69,5 @@ def _cudnn() -> Backend:
 def _cudnn_extra(p: Problem) -> Iterator[Reason]:
     if p.mask and p.q_len != p.kv_len:
         yield Reason("mask", f"a causal mask with T={p.q_len}, S={p.kv_len}", "equal lengths")
+    if p.grad and 1 in (p.q_len, p.kv_len):
+        yield Reason("length", f"T={p.q_len}, S={p.kv_len} in training", "2 and more of both")

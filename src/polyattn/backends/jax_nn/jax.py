@@ -51,10 +51,11 @@ def _prepare_xla(problem: Problem, config: Mapping[str, Any]) -> Callable[..., A
             added = jnp.where(opened, added, 0)
         if seen is not None:
             q, k, v = _hidden(q, k, v, seen, dims)
-        out = jax.nn.dot_product_attention(
-            finite(q), finite(k), finite(v), _whole(added, dims), _whole(seen, dims),
-            scale=problem.scale, implementation="xla",
-        )  # fmt: skip
+        with jax.default_matmul_precision("highest"):  # or float32 is TF32 on GPUs
+            out = jax.nn.dot_product_attention(
+                finite(q), finite(k), finite(v), _whole(added, dims), _whole(seen, dims),
+                scale=problem.scale, implementation="xla",
+            )  # fmt: skip
         if seen is not None:
             out = jnp.where(jnp.swapaxes(seen.any(-1, keepdims=True), 1, 2), out, 0)
         out = jax.lax.cond(

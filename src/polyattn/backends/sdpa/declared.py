@@ -67,12 +67,19 @@ def _flash_extra(p: Problem) -> Iterator[Reason]:
         return
     if p.mask and p.q_len > p.kv_len:  # rows without keys, whose lse would be +inf
         yield Reason("mask", f"a causal mask with T={p.q_len} > S={p.kv_len}", "T <= S")
-    if p.mask and p.scale is not None and p.scale <= 0:  # the kernel scales its -inf
-        yield Reason("scale", f"{p.scale} with a causal mask", "a scale > 0")
+    yield from _scales_infinities(p)
+    if p.dropout_p == 1:
+        yield Reason("dropout", "1", "less than 1")
     sm = arch_number(p.arch) if p.arch else 0
     small = 86 <= sm <= 89 or 120 <= sm <= 121
     if p.grad and small and p.head_dim > 192 and (p.head_dim <= 224 or p.dropout_p > 0):
         yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")
+
+
+def _scales_infinities(p: Problem) -> Iterator[Reason]:
+    """Refuse scales that turn the -inf of keys beyond the last, or of a mask, into NaN or +inf."""
+    if p.scale is not None and p.scale <= 0:
+        yield Reason("scale", str(p.scale), "a scale > 0")
 
 
 def _efficient() -> Backend:
@@ -146,6 +153,7 @@ def _cudnn() -> Backend:
 
 def _cudnn_extra(p: Problem) -> Iterator[Reason]:
     yield from _narrow_bias(p)
+    yield from _scales_infinities(p)
     if p.kv_len == 1:
         yield Reason("key length", "1", "2 and more")
     if p.mask and p.mask.is_causal("top_left") and p.q_len != p.kv_len:

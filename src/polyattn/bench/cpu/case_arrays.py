@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +28,15 @@ class Inputs:
     grad_out: Tensor
 
     @classmethod
-    def of(cls, case: Case) -> Inputs:
-        """Make the arrays; the same case gets the same numbers."""
-        generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    def of(cls, case: Case, device: str = "cpu") -> Inputs:
+        """Make the arrays on a device; the same case gets the same numbers there."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
         s, dtype = case.size, getattr(torch, case.dtype)
 
         def array(heads: int, length: int) -> Tensor:
             middle = (heads, length) if case.layout == "BNTH" else (length, heads)
             shape = (s.batch, *middle, s.head_dim)
-            return torch.randn(shape, generator=generator).to(dtype)
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
 
         q, k, v, g = (
             array(s.heads, s.q_len),
@@ -46,6 +48,14 @@ class Inputs:
             for x in (q, k, v):
                 x.requires_grad_()
         return cls(case, q, k, v, g)
+
+    def on(self, device: str) -> Inputs:
+        """Return the same arrays on another device."""
+        every = {name: getattr(self, name) for name in ("q", "k", "v", "grad_out")}
+        moved = {
+            name: x.detach().to(device).requires_grad_(x.requires_grad) for name, x in every.items()
+        }
+        return dataclasses.replace(self, **moved)
 
     @property
     def lengths(self) -> list[int]:
@@ -68,6 +78,16 @@ class Inputs:
     @functools.cached_property
     def mask(self) -> Mask | None:
         """The mask as polyattn takes it."""
+        mask, device = self._mask(), self.q.device
+        if mask is None or device.type == "cpu":
+            return mask
+
+        def there(name: str, x: Any) -> Any:
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        return mask.map(there)
+
+    def _mask(self) -> Mask | None:
         match self.case.mask:
             case "causal":
                 return Causal()
@@ -87,6 +107,10 @@ class Inputs:
     @functools.cached_property
     def allowed(self) -> Tensor | None:
         """The mask as a boolean array that broadcasts to (B, N, T, S), made without polyattn."""
+        allowed = self._allowed()
+        return None if allowed is None else allowed.to(self.q.device)
+
+    def _allowed(self) -> Tensor | None:
         s = self.case.size
         t, j = torch.arange(s.q_len)[:, None], torch.arange(s.kv_len)[None]
         match self.case.mask:

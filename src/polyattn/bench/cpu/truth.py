@@ -25,10 +25,14 @@ ROWS = 16
 
 
 class Truth:
-    """The float64 results of a case on some rows, by name: out, and the gradients if it trains."""
+    """The float64 results of a case on some rows, by name: out, and the gradients if it trains.
 
-    def __init__(self, inputs: Inputs, rows: int = ROWS) -> None:
+    `of`: the same inputs on another device, where the ways are that are checked.
+    """
+
+    def __init__(self, inputs: Inputs, rows: int = ROWS, of: Inputs | None = None) -> None:
         self.inputs = inputs
+        self._of = inputs if of is None else of
         length = inputs.case.size.q_len
         count = min(length, rows)
         self.rows = torch.linspace(0, length - 1, count).round().long().unique()
@@ -42,7 +46,8 @@ class Truth:
     def check(self, way: Way) -> tuple[dict[str, float], str]:
         """Return the relative error of each result of a way, and what is wrong, if anything is."""
         errors, wrong = {}, ""
-        for name, found in self._results(way).items():
+        for name, given in self._results(way).items():
+            found = given.cpu()
             exact = self._exact[name]
             distance = (found.double() - exact).norm() / exact.norm()
             errors[name] = float(f"{float(distance):.3g}")
@@ -58,7 +63,7 @@ class Truth:
         return errors, wrong
 
     def _results(self, way: Way) -> dict[str, Tensor]:
-        call = self.inputs
+        call = self._of
         with way.scope():
             out = way.call(call.q, call.k, call.v)
             if not call.case.train:

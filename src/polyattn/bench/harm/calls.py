@@ -80,5 +80,5 @@ def _has_numbers(case: object) -> bool:
 
 
 def _numbers(inputs: Inputs) -> Any:
-    zero = torch.zeros((), dtype=inputs.q.dtype)
+    zero = torch.zeros((), dtype=inputs.q.dtype, device=inputs.q.device)
     return torch.where(inputs.allowed, zero, -torch.inf).to(inputs.q.dtype)  # type: ignore[arg-type]

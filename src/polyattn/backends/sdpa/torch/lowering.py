@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.backends.sdpa.torch.cuda_memory import in_vectors
 from polyattn.backends.sdpa.torch.operators import FEW_KEYS, Op, Result, flash_cuda
 from polyattn.backends.sdpa.torch.short_ways import takes_flag
 from polyattn.masks.simplify import key_range
@@ -179,6 +180,8 @@ class _Attend:
         q_len, given = q.shape[2], q
         if self.fold:
             q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        if self.op.in_vectors:
+            q, k, v = in_vectors(q), in_vectors(k), in_vectors(v)
         out, lse = self.op.call(q, k, v, mask, self._flag, self.scale, p.dropout_p, p.lse)
         if self.fold:
             out = out.unflatten(2, (-1, q_len)).flatten(1, 2)

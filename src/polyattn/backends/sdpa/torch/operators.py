@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.backends.sdpa.torch.cuda_memory import APART, comes_in_like, rows_in_memory
 from polyattn.torch.internals import (
     cudnn_attention,
     efficient_attention,
@@ -37,7 +38,8 @@ class Op:
     `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
     beside half-precision inputs, and masks that broadcast. `loses_nan`: a row of less than
     FEW_KEYS keys whose scores are all NaN comes out as 0 unless there is a mask to add.
-    `like_query`: the output lies in memory as the queries do. `any_sizes`: may be traced where no
+    `like_query`: the output lies in memory as the queries do. `in_vectors`: its rows have to begin
+    at multiples of 16 bytes. `any_sizes`: may be traced where no
     length may be compared with another. `lse_trains`: its lse has a gradient.
     """
 
@@ -48,6 +50,7 @@ class Op:
     wide: bool = False
     loses_nan: bool = False
     like_query: bool = False
+    in_vectors: bool = False
     any_sizes: bool = False
     lse_trains: bool = False
 
@@ -94,9 +97,11 @@ def cudnn(
 ) -> Result:
     """Call cuDNN's fused attention, CUDA only."""
     if mask is not None:
-        mask = mask.expand(*q.shape[:3], k.shape[2])
-    out, sums, *_ = cudnn_attention(q, k, v, mask, True, dropout, causal, False, scale=scale)
-    return out, sums.squeeze(-1) if sums.dim() == 4 else sums
+        mask = rows_in_memory(mask.expand(*q.shape[:3], k.shape[2]))
+    out, sums, *_ = cudnn_attention(
+        q, k, v, mask, True, dropout or APART, causal, False, scale=scale
+    )
+    return comes_in_like(out), sums.squeeze(-1) if sums.dim() == 4 else sums
 
 
 def unfused(
@@ -114,6 +119,7 @@ def unfused(
 def _aligned(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Expand a mask; the memory-efficient kernel wants rows that begin at multiples of 16."""
     spare = -mask.shape[-1] % 16
+    mask = rows_in_memory(mask)
     if spare:
         mask = torch.nn.functional.pad(mask, (0, spare))[..., : shape[-1]]
     return mask.expand(shape)

@@ -38,7 +38,7 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
     def prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         if problem.device == "cuda":
-            return lowered(Op(flash_cuda, grouped=True), problem, config)
+            return lowered(Op(flash_cuda, grouped=True, in_vectors=True), problem, config)
         function = flash_attention_for_cpu  # costs 1.7 us less than the operator's handle
         if is_plain(problem) and problem.mask is None:
             # a compiled problem has its lengths rounded up, by a factor of 4 at most
@@ -68,12 +68,12 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
 def load_efficient() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     """Load the memory-efficient kernel (CUTLASS), CUDA only."""
-    return functools.partial(lowered, Op(efficient))
+    return functools.partial(lowered, Op(efficient, in_vectors=True))
 
 
 def load_cudnn() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     """Load cuDNN's fused attention, CUDA only."""
-    return functools.partial(lowered, Op(cudnn, grouped=True))
+    return functools.partial(lowered, Op(cudnn, grouped=True, in_vectors=True))
 
 
 def load_math() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
