@@ -268,20 +268,53 @@ def _ratios(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
 
 
 def offload() -> str:
-    """Return the table of offload's record in benchmarks/results, the first by name."""
-    paths = sorted((ROOT / "benchmarks" / "results").glob("*/offload.json"))
-    if not paths:
-        return "There is no record yet: `polyattn bench offload --record` makes it."
-    record = json.loads(paths[0].read_text(encoding="utf-8"))
+    """Return the tables of offload's records in benchmarks/results."""
+    found = sorted((ROOT / "benchmarks" / "results").glob("*/offload.json"))
+    made = "There is no record yet: `polyattn bench offload --record` makes it."
+    return "\n\n".join(map(_offload, found)) or made
+
+
+def _offload(path: Path) -> str:
+    record = json.loads(path.read_text(encoding="utf-8"))
     machine, versions = record["machine"], record["versions"]
     where = (
-        f"{machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}, "
-        f"{record.get('date', 'no date')[:10]}. The record: "
-        f"`{paths[0].relative_to(ROOT).as_posix()}`."
+        f"{machine.get('accelerator', machine['cpu'])}, {machine['cores']} cores, torch "
+        f"{versions['torch']}, {record.get('date', 'no date')[:10]}. The record: "
+        f"`{path.relative_to(ROOT).as_posix()}`."
     )
     lines = [where, "", "| part | found | goals |", "|---|---|---|"]
     rows = record["rows"]
     return "\n".join([*lines, *(f"| {r['name']} | {r['text']} | {_met(r['met'])} |" for r in rows)])
+
+
+def gpu() -> str:
+    """Return what was measured on GPUs, one table for each record of ``bench gpu``."""
+    return "\n\n".join(map(_gpu, sorted(RESULTS.glob("*/gpu.json"))))
+
+
+def _gpu(path: Path) -> str:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    machine = record["machine"]
+    forced = list(dict.fromkeys(n for r in record["rows"] for n in r["ratios"] if "_" in n))
+    names = ["drop-in", "attention", *forced, "flex"]
+    where = (
+        f"{machine['accelerator']}, torch {record['versions']['torch']}, CUDA {machine['cuda']}, "
+        f"cuDNN {machine['cudnn']}, {record['date'][:10]}: torch's own time over ours, by "
+        f"`{record['command']}` ([the record]({'../' + path.relative_to(ROOT).as_posix()}))."
+    )
+    heads = ["case", "torch, ms", *(f"`{n}`" if n in (*forced, "flex") else n for n in names)]
+    lines = [
+        where, "", f"| {' | '.join([*heads, 'TFLOP/s', 'chosen'])} |",
+        f"|---|{'---:|' * (len(heads))}---|",
+    ]  # fmt: skip
+    for row in record["rows"]:
+        of = row["ratios"]
+        cells = [f"{of[name]['median']:.2f}" if name in of else "-" for name in names]
+        chosen = row["choices"]["attention"]["chosen"]
+        ends = [f"{row['tflops']:g}", f"`{chosen}`"]
+        cells = [row["name"], f"{row['torch_ms']['median']:.3g}", *cells, *ends]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def variables() -> str:
@@ -295,6 +328,7 @@ PAGES = {
     "README.md": {"programs": programs, "backends": lambda: table(registry), "costs": costs},
     "docs/cpu.md": {"cpu": cpu},
     "docs/command-line.md": {"settings": variables},
+    "docs/gpu.md": {"gpu": gpu},
     "docs/offload.md": {"offload": offload},
     "docs/transformers.md": {"models": models_of("transformers")},
     "docs/diffusers.md": {"models": models_of("diffusers")},

@@ -69,7 +69,8 @@ def grid(can: Capabilities) -> Iterator[tuple[str, Case]]:
     for dim in sorted({low, 8, 40, 7, 80, min(high, 256)}):
         if low <= dim <= high and dim % step == 0:
             yield f"head-dim-{dim}", plain.with_(h=dim, v=dim)
-    for name, (declared, changes) in FEATURES.items():
+    for name, (declared, asked) in FEATURES.items():
+        changes = {k: max(n, low) if k == "v" else n for k, n in asked.items()}
         if getattr(can, declared):
             yield f"feature-{name}", plain.with_(**changes)
             if "Causal" in can.masks:

@@ -107,6 +107,23 @@ def test_calls_are_captured(name: str) -> None:
     assert_right(out, exact(q, k, v, mask=mask))
 
 
+def test_what_a_graph_will_fill_serves_no_other_call() -> None:
+    """A mask that is made while a graph is captured holds nothing before it is replayed."""
+    q, k, v = arrays(length=T + 40)
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        attention(q, k, v, mask=Window(9, 5), layout="BNTH", backend="sdpa_efficient")
+    torch.cuda.current_stream().wait_stream(warm)
+    mask, graph = Window(17, 3), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, mask=mask, layout="BNTH", backend="sdpa_efficient")
+    truth = exact(q, k, v, mask=mask)
+    assert_right(attention(q, k, v, mask=mask, layout="BNTH", backend="sdpa_efficient"), truth)
+    graph.replay()
+    assert_right(out, truth)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_calls_are_compiled(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in arrays())
@@ -246,3 +263,25 @@ def test_rows_may_begin_anywhere(name: str) -> None:
         assert_right(attention(q, k, v, mask=Causal(), layout="BNTH", backend=name), truth)
     flat = torch.randn(B * N * T * H + 1, device="cuda").to(torch.bfloat16)[1:].view(B, N, T, H)
     assert_right(attention(flat, flat, flat, layout="BNTH", backend=name), exact(flat, flat, flat))
+
+
+def test_arrays_of_masks_are_torchs_unless_asked() -> None:
+    from polyattn.selection.requests import record_selections
+
+    q, k, v = arrays()
+    seen = torch.rand(B, 1, 1, T, device="cuda") < 0.5
+    with record_selections() as ran:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        with polyattn.use_backend("sdpa_cudnn"):
+            ours = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    assert [one.backend for one in ran] == ["torch", "sdpa_cudnn"]
+    assert torch.allclose(out.float(), ours.float(), atol=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 7, T])
+def test_windows_of_grouped_heads(rows: int) -> None:
+    q, k, v = arrays(kv_heads=1)
+    for mask in (Window(17, 5), Window(3, 0), Window(None, 4), Causal()):
+        part = q[:, :, :rows]
+        out = attention(part, k, v, mask=mask, layout="BNTH", backend="sdpa_flash")
+        assert_right(out, exact(part, k, v, mask=mask))

@@ -11,7 +11,7 @@ from typing import Any
 
 from polyattn.problem.processor import identity, processor
 
-__all__ = ["command_line", "describe", "flags", "machine_class", "versions"]
+__all__ = ["accelerator", "command_line", "describe", "flags", "machine_class", "versions"]
 
 _FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
 _PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy", "jax")
@@ -28,6 +28,18 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def accelerator() -> dict[str, Any]:
+    """Return the CUDA device that torch sees, to add to what `describe` says."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "accelerator": facts.name, "arch": f"sm_{facts.major}{facts.minor}",
+        "multiprocessors": facts.multi_processor_count,
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+    }  # fmt: skip
 
 
 def machine_class(machine: dict[str, Any]) -> str:

@@ -29,6 +29,10 @@ Run = Callable[[Inputs], Any]
 _POISONS = {float("nan"): "NaN", float("inf"): "huge"}
 _NOT_ASKED = frozenset({"device", "compute capability", "determinism", "torch.compile"})
 
+_NOT_ASKED_OF_DEVICES = frozenset({"head dim", "value dim"})
+"""What may end all use of a device: kernels read whole vectors there (torch's memory-efficient one,
+on an H100, with a head dim that is no multiple of 8)."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -185,7 +189,8 @@ def _refusal(subject: Subject, backend: Backend, reasons: tuple[Reason, ...]) ->
     problem, call = subject.call.problem, subject.call
     reason = reasons[0]
     said = "; ".join(map(str, reasons))
-    if len(reasons) > 1 or reason.fact in _NOT_ASKED or problem.empty:
+    not_asked = _NOT_ASKED if problem.device == "cpu" else _NOT_ASKED | _NOT_ASKED_OF_DEVICES
+    if len(reasons) > 1 or reason.fact in not_asked or problem.empty:
         return Verdict("refused", said)
 
     def run(inputs: Inputs) -> Any:

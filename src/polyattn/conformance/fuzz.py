@@ -93,7 +93,14 @@ def _run(
             ]
             if compiled and backend is None:
                 asked = [backends[done % len(backends)]]
-            _one(report, random_case(rng), asked, device, compiled)
+            case = random_case(rng)
+            try:
+                _one(report, case, asked, device, compiled)
+            except torch.AcceleratorError as error:  # no call of this process works any more
+                lost = f"the device is lost: {str(error).splitlines()[0]}"
+                names = " or ".join(one.name for one in asked)
+                report.failures.append(Failure("wrong", names, case.spec, lost, device=device))
+                break
             report.problems = done
             if done % _FORGET == 0:
                 scopes.invalidate()

@@ -103,7 +103,7 @@ class Report:
                     self.compiled,
                     self.framework,
                     self.device,
-                )  # fmt: skip
+                )
             )
 
     def close(self) -> None:

@@ -82,6 +82,21 @@ def sees_every_row(mask: Mask | None, q_len: int, kv_len: int) -> bool:
     return kv_len > 0 and offset >= 0 and (q_len - 1 + offset < kv_len or _all_causal(parts))
 
 
+def sees_everything(mask: Mask | None, q_len: int, kv_len: int) -> bool:
+    """Say whether the lengths alone show that every query sees a key, and every key is seen.
+
+    >>> sees_everything(Window(left=1), 4, 4), sees_everything(Window(left=1), 2, 5)
+    (True, False)
+    """
+    if mask is None:
+        return kv_len > 0
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    alike = all(isinstance(part, (Causal, Window)) for part in parts)
+    if not alike or not sees_every_row(mask, q_len, kv_len):
+        return False
+    return key_range(mask, q_len, kv_len) == (0, kv_len)
+
+
 _SEE_THEMSELVES = (Causal, Window, Chunked, Dilated)
 
 

@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
+from polyattn import settings
 from polyattn.errors import Unsupported
 from polyattn.masks import Causal, Dense, Mask
 from polyattn.masks.biases import DenseBias
-from polyattn.problem.admission import SdpaFacts, only_torch
+from polyattn.problem.admission import ArrayFacts, SdpaFacts, only_torch
 from polyattn.selection import scopes
 from polyattn.selection.prepare import Plan
-from polyattn.selection.wishes import current_wishes
+from polyattn.selection.wishes import Wishes, current_wishes, wishes_of
 from polyattn.torch import jagged, short_way, traced
 from polyattn.torch.admission import Call, admit, cast_alike, facts_of
 from polyattn.torch.api import attention
@@ -92,6 +93,10 @@ def scaled_dot_product_attention(
     """
     if is_dynamo_compiling():
         return trace(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and _is_torchs(attn_mask):
+        return torch_sdpa(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     found = short_way.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if found is not _MISSED:
         return found  # type: ignore[no-any-return]
@@ -135,6 +140,21 @@ def _held(kind: Any, name: str, array: Tensor) -> Any:
     made = object.__new__(kind)
     made.__dict__[name] = array
     return made
+
+
+_ARRAY = "an array as the mask on CUDA"
+"""Without a request torch's own function runs it: to keep NaN from what is masked, as polyattn
+promises, keys and values are copied there, which takes up to as long as the kernel."""
+
+
+def _is_torchs(mask: Any) -> bool:
+    """Say at once whether a call with this mask is torch's own, where nobody asks or records."""
+    return (
+        type(mask) in PLAIN
+        and mask.is_cuda
+        and not _state.armed
+        and settings.raw(settings.BACKEND) is None
+    )
 
 
 def _long_way(
@@ -229,7 +249,15 @@ def _beyond(
         return "torch.jit tracing it"
     q, k, v, mask = (None if x is None else facts_of(x) for x in (q, k, v, mask))
     q, k, v = cast_alike(q, k, v)
-    return only_torch(SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa))
+    reason = only_torch(SdpaFacts(q, k, v, mask, dropout_p, is_causal, scale, gqa))
+    return reason or _of_array(mask, current_wishes())
+
+
+def _of_array(mask: ArrayFacts | None, wishes: Wishes) -> str | None:
+    """Say that a mask is an array on a GPU, which is torch's own unless somebody asks otherwise."""
+    if mask is None or mask.device_type != "cuda" or wishes.ordered() or wishes.scope.never:
+        return None
+    return _ARRAY
 
 
 def _modelled(
@@ -282,13 +310,19 @@ def _left_to_torch(model: Any, scope: str | None, module: str | None, epoch: str
 
     A call that a request forbids to leave raises. Of a model's sizes only which are equal is known.
     """
-    reason = model if isinstance(model, str) else only_torch(_sdpa_facts(model), exact=False)
+    reason = model if isinstance(model, str) else _reason_of_model(model, scope, module)
     if reason is None:
         return -1
     return noted_for_torch(reason, scope, module)
 
 
 mark_constant(_left_to_torch)
+
+
+def _reason_of_model(model: Any, scope: str | None, module: str | None) -> str | None:
+    facts = _sdpa_facts(model)
+    reason = only_torch(facts, exact=False)
+    return reason or _of_array(facts.attn_mask, wishes_of(None, None, scope, module))
 
 
 def _sdpa_facts(model: Any) -> SdpaFacts:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import shutil
 
-from polyattn.backends.declaring import BIASES, FLOATS, HALVES, LAYOUTS, loader, torch_probe
+from polyattn.backends.declaring import BIASES, FLOATS, LAYOUTS, loader, torch_probe
 from polyattn.problem import Problem
 from polyattn.selection.backend import Available, Backend, Missing, Probe
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities
 from polyattn.selection.registry import Registry
 
-__all__ = ["PLACE", "declare"]
+__all__ = ["PLACE", "declare", "is_unfused"]
 
 PLACE = 20
 
@@ -28,10 +29,9 @@ def _flex() -> Backend:
         sinks_grad=True, gqa=True, value_dim=True, lse=True, backward=True, deterministic=True,
         deterministic_backward=True, strided=True, higher=True,
     )  # fmt: skip
-    cuda = Capabilities(  # read in torch's source, not run on a GPU
-        devices={"cuda"}, dtypes=HALVES | {"float32"}, head_dims=(16, 256, 1), archs=(75, 121),
-        masks=ALL_MASKS, layouts=LAYOUTS, biases=BIASES, scale=True, softcap=True, sinks=True,
-        gqa=True, value_dim=True, lse=True, backward=True, deterministic=True, strided=True,
+    cuda = dataclasses.replace(  # with atomic sums where compiled; no higher derivatives tried
+        cpu, devices=frozenset({"cuda"}), archs=(75, 121), deterministic_backward=False,
+        higher=False,
     )  # fmt: skip
     return Backend(
         "flex",
@@ -62,8 +62,16 @@ def _flex_probe() -> Probe:
 
 
 def _flex_choices(p: Problem) -> list[dict[str, bool]]:
-    unfused = p.lse or p.grad or p.bias_grad or p.sinks_grad or p.dtype == "float64"
-    return [] if p.device == "cpu" and unfused else [{"compile": True}, {"compile": False}]
+    return [] if is_unfused(p) else [{"compile": True}, {"compile": False}]
+
+
+def is_unfused(p: Problem) -> bool:
+    """Say whether torch's compiled kernels cannot run it, and its unfused form does."""
+    if p.bias_grad or p.sinks_grad or p.dtype == "float64":
+        return True
+    if p.device == "cpu":
+        return p.lse or p.grad
+    return not all(16 <= dim <= 256 for dim in (p.head_dim, p.value_dim))
 
 
 def _has_flex() -> str | None:

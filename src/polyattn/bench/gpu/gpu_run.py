@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from polyattn.bench import machine
 from polyattn.bench.cpu.bench_cpu import Options, in_force
 from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import Case
@@ -60,17 +61,8 @@ def measure(
             say(f"{number + 1}/{len(cases)} {case.name}")
             rows.append(_timed(case, repeats))
         conditions = in_force("gpu", Options(repeats=repeats, quick=quick, backend="automatic"))
-    conditions["machine"] |= _device()
+    conditions["machine"] |= machine.accelerator()
     return conditions | {"tuned": tuned, "times": times} | _judged(rows) | {"rows": rows}
-
-
-def _device() -> dict[str, Any]:
-    facts = torch.cuda.get_device_properties(0)
-    return {
-        "accelerator": facts.name, "arch": f"sm_{facts.major}{facts.minor}",
-        "multiprocessors": facts.multi_processor_count,
-        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-    }  # fmt: skip
 
 
 def _timed(case: Case, repeats: int) -> Row:

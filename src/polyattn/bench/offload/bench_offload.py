@@ -75,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "goals_met": all(row["met"] for row in rows), "interrupted": interrupted, "rows": rows,
     }  # fmt: skip
+    if options.only == "gpu" and rows:
+        record["machine"] |= machine.accelerator()
     if options.json:
         say(records.dump(record), plain=True)
     else:

@@ -93,9 +93,12 @@ from polyattn.torch.internals.operators import (
     OPERATORS_MODULE,
     can_use,
     cudnn_attention,
+    cudnn_binding,
     efficient_attention,
+    efficient_binding,
     flash_attention,
     flash_attention_for_cpu,
+    flash_binding,
     flash_operator_for_cpu,
     is_allowed,
     math_attention,
@@ -103,6 +106,7 @@ from polyattn.torch.internals.operators import (
     present_operator,
     replace_operator,
     torch_sdpa,
+    windowed_flash_attention,
 )
 from polyattn.torch.internals.private_names import LOOKED_AT, ROWS, Private
 from polyattn.torch.internals.state import (
@@ -168,6 +172,7 @@ __all__ = [
     "compiled_frames",
     "compiles_calls",
     "cudnn_attention",
+    "cudnn_binding",
     "current_graph_task",
     "debug_mode",
     "dispatch_modes",
@@ -176,8 +181,10 @@ __all__ = [
     "dynamo_config",
     "eager_flex_attention",
     "efficient_attention",
+    "efficient_binding",
     "flash_attention",
     "flash_attention_for_cpu",
+    "flash_binding",
     "flash_operator_for_cpu",
     "forget_frame",
     "forget_jit_builtin",
@@ -237,6 +244,7 @@ __all__ = [
     "transforms",
     "unwrapped",
     "version_of",
+    "windowed_flash_attention",
     "without_overrides",
     "wrapper_tensor",
 ]

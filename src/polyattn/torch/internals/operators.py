@@ -13,9 +13,12 @@ __all__ = [
     "OPERATORS_MODULE",
     "can_use",
     "cudnn_attention",
+    "cudnn_binding",
     "efficient_attention",
+    "efficient_binding",
     "flash_attention",
     "flash_attention_for_cpu",
+    "flash_binding",
     "flash_operator_for_cpu",
     "is_allowed",
     "math_attention",
@@ -23,6 +26,7 @@ __all__ = [
     "present_operator",
     "replace_operator",
     "torch_sdpa",
+    "windowed_flash_attention",
 ]
 
 OPERATORS_MODULE = "torch._C._nn"
@@ -56,6 +60,7 @@ def _operator(name: str, backend: str) -> Callable[..., Any]:
 
 
 flash_attention = _operator("_scaled_dot_product_flash_attention", "sdpa_flash")
+windowed_flash_attention = _operator("_flash_attention_forward", "sdpa_flash")
 efficient_attention = _operator("_scaled_dot_product_efficient_attention", "sdpa_efficient")
 cudnn_attention = _operator("_scaled_dot_product_cudnn_attention", "sdpa_cudnn")
 math_attention = _operator("_scaled_dot_product_attention_math", "sdpa_math")
@@ -82,6 +87,15 @@ flash_attention_for_cpu: Callable[..., Any] = private(
 )
 """The kernel of CPUs by torch's own binding, which costs less than the operator's handle."""
 
+
+def _binding(name: str, handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's own binding of an operator, which costs less than its handle."""
+    return private(f"torch.{name}", "the operator itself is called, some us more a call", handle)  # type: ignore[no-any-return]
+
+
+flash_binding = _binding("_scaled_dot_product_flash_attention", flash_attention)
+efficient_binding = _binding("_scaled_dot_product_efficient_attention", efficient_attention)
+cudnn_binding = _binding("_scaled_dot_product_cudnn_attention", cudnn_attention)
 
 _cuda = torch.backends.cuda
 is_allowed: dict[str, Callable[[], bool]] = {

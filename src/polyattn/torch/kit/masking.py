@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyattn.masks import BlockMap, Dense, Index, LeftPadding, Mask, Packed, Padding
 from polyattn.masks.biases import Alibi, Bias
+from polyattn.masks.simplify import sees_everything
 from polyattn.problem.admission.masks import Lengths
 from polyattn.problem.admission.masks import check_mask as check_arrays
 from polyattn.torch.internals import (
@@ -36,6 +37,8 @@ __all__ = [
     "is_traced_by_proxies",
     "known",
     "materialise",
+    "may_be_kept",
+    "stream_of",
     "visible",
 ]
 
@@ -60,11 +63,12 @@ class Dims(NamedTuple):
 class Visible:
     """A dense mask and, when asked for, what follows from it.
 
-    `mask`: (B|1, N|1, T|1, S) bool, True = attend.
+    `mask`: (B|1, N|1, T|1, S) bool, True = attend. `is_whole`: the lengths alone show that every
+    query sees a key, and every key is seen.
     """
 
-    def __init__(self, mask: Tensor, dims: Dims) -> None:
-        self.mask, self.dims = mask, dims
+    def __init__(self, mask: Tensor, dims: Dims, is_whole: bool = False) -> None:
+        self.mask, self.dims, self.is_whole = mask, dims, is_whole
         self._empty: Tensor | None = None
         self._seen: Tensor | None = None
 
@@ -79,7 +83,7 @@ class Visible:
     def seen(self) -> Tensor:
         """Keys that some query sees: (B|1, K|1, S, 1)."""
         if self._seen is None:
-            seen = self.mask.any(-2)
+            seen = self.mask.squeeze(-2) if self.mask.shape[-2] == 1 else self.mask.any(-2)
             if seen.shape[1] > 1 and self.dims.heads != self.dims.kv_heads:
                 seen = seen.unflatten(1, (self.dims.kv_heads, -1)).any(2)
             self._seen = seen.unsqueeze(-1)
@@ -176,6 +180,11 @@ def _dense(mask: Mask, dims: Dims, coordinates: _Coordinates) -> Tensor:
         return mask.combined([_dense(part, dims, coordinates) for part in mask.parts])
     if isinstance(mask, Dense):  # as it is: gathering it entry by entry would be a copy
         return four_dims(mask.mask)
+    if type(mask) is Padding and mask.q_lengths is None and mask.kv_lengths is not None:
+        lengths = mask.kv_lengths.view(-1, 1, 1, 1)
+        return torch.arange(dims.kv_len, device=lengths.device) < lengths
+    if type(mask) is BlockMap:
+        return _of_blocks(mask, dims)
     return four_dims(expand_blocks(mask, dims.kv_len).allows(coordinates.get()))
 
 
@@ -194,6 +203,14 @@ def expand_blocks(mask: Mask, kv_len: int) -> Mask:
     return mask
 
 
+def _of_blocks(mask: BlockMap, dims: Dims) -> Tensor:
+    """Write a bit map out: entry by entry, by an index, takes a hundred times as long."""
+    rows = torch.arange(dims.q_len, device=mask.counts.device) // mask.block_q
+    keys = torch.arange(dims.kv_len, device=mask.counts.device) // mask.block_k
+    bits = block_bits(mask, dims.kv_len)
+    return bits.index_select(-2, rows).index_select(-1, keys)
+
+
 def block_bits(mask: BlockMap, kv_len: int) -> Tensor:
     """Return which blocks of keys each block of queries visits: (B, N, nQ, nK) bool."""
     blocks = -(-kv_len // mask.block_k)
@@ -210,10 +227,21 @@ def visible(mask: Mask, dims: Dims, device: torch.device) -> Visible:
     # its own; where a program is written down, so are sizes
     modes = torch.compiler.is_dynamo_compiling() or dispatch_modes() or are_transforms_active()
     modes = modes or is_exported()
-    if modes or not mask.is_static:
-        return Visible(materialise(mask, dims, device), dims)
-    key = (mask.signature, dims, device)
-    return _static.get(key, lambda: Visible(materialise(mask, dims, device), dims))
+    whole = not modes and mask.is_static and sees_everything(mask, dims.q_len, dims.kv_len)
+    if modes or not mask.is_static or not may_be_kept(device):
+        return Visible(materialise(mask, dims, device), dims, whole)
+    key = (mask.signature, dims, device, stream_of(device))
+    return _static.get(key, lambda: Visible(materialise(mask, dims, device), dims, whole))
+
+
+def may_be_kept(device: torch.device) -> bool:
+    """Say whether what is made now may serve later calls: not what a CUDA graph will fill."""
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int | None:
+    """Return what orders the work on a device now: others may run before it is done."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
 
 
 class _Kept:

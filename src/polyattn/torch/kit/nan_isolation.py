@@ -13,6 +13,7 @@ both exact and bitwise neutral for calls that need none:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +28,22 @@ Result = tuple[Tensor, Tensor | None]
 Run = Callable[[Tensor, Tensor, Tensor], Result]
 
 
-def hide(q: Tensor, k: Tensor, v: Tensor, view: Visible) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero the queries that see no key and the keys that no query sees; (B, N, T, H) arrays."""
-    q = torch.where(view.empty, 0, q)
-    return q, torch.where(view.seen, k, 0), torch.where(view.seen, v, 0)
+def hide(
+    q: Tensor, k: Tensor, v: Tensor, view: Visible, rows: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero the queries that see no key and the keys that no query sees; (B, N, T, H) arrays.
+
+    `rows`: the queries, too; where there are no gradients it is enough to zero what comes out.
+    """
+    zero = _zero_for(k)
+    if rows:
+        q = torch.where(view.empty, zero, q)
+    return q, torch.where(view.seen, k, zero), torch.where(view.seen, v, zero)
+
+
+def _zero_for(x: Tensor) -> Any:
+    """Return what stands for 0 in a choice: on a device a number of its own is copied there."""
+    return x.new_zeros(()) if x.is_cuda else 0
 
 
 def is_readable(out: Tensor) -> bool:
@@ -216,7 +229,7 @@ def _chosen(flags: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def zero_empty(out: Tensor, lse: Tensor | None, empty: Tensor) -> Result:
     """Write the result of rows that see no key: output 0, lse -inf; their gradient is 0."""
-    out = torch.where(empty, 0, out)
+    out = torch.where(empty, _zero_for(out), out)
     if lse is not None:
-        lse = torch.where(empty.squeeze(-1), float("-inf"), lse)
+        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
     return out, lse

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from polyattn.backends.flex.torch.terms import Terms, allowed
 from polyattn.masks import Mask
 from polyattn.torch.internals import version_of
-from polyattn.torch.kit.masking import Dims
+from polyattn.torch.kit.masking import Dims, may_be_kept, stream_of
 
 __all__ = ["Blocks", "block_cache", "build", "rows_at_once"]
 
@@ -111,8 +111,11 @@ class _BlockCache:
         self._entries: OrderedDict[Any, tuple[Any, Blocks, int]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Any, mask: Mask, make: Callable[[], Blocks]) -> Blocks:
+    def get(self, key: Any, mask: Mask, device: torch.device, make: Callable[[], Blocks]) -> Blocks:
         """Return the blocks of `mask`, made anew if an array of it has changed."""
+        if not may_be_kept(device):
+            return make()
+        key = (*key, device, stream_of(device))
         arrays = _arrays(mask)
         with self._lock:
             entry = self._entries.get(key)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from polyattn.backends.flex.declared import is_unfused
 from polyattn.backends.flex.torch.blocks import Blocks, block_cache, build, rows_at_once
 from polyattn.backends.flex.torch.routes import Klass, Result, compiled, eager
 from polyattn.backends.flex.torch.terms import Spec, Terms, bias_rows, sink_rows, token_tables
@@ -72,8 +73,8 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
 
 def wants_compiling(problem: Problem, config: Mapping[str, Any]) -> bool:
     """Say whether the problem goes to compiled code: it can, and it is told to or large."""
-    if problem.device == "cpu" and (problem.lse or _trains(problem) or problem.dtype == "float64"):
-        return False  # compiled FlexAttention on CPUs has neither lse, gradients nor float64
+    if is_unfused(problem):
+        return False
     if problem.device == "cpu" and _reads_past_keys(problem):
         return False
     pairs = problem.batch if problem.layout != "packed" else 1
@@ -179,19 +180,21 @@ class _Attend:
         )
 
     def _blocks(self, mask: Mask, terms: Terms, dims: Dims, device: torch.device) -> Blocks:
-        key = (mask.signature, dims, terms.sinks is None, self.block, device)
+        key = (mask.signature, dims, terms.sinks is None, self.block)
 
         def make() -> Blocks:
             rows = rows_at_once(terms, dims, self.block, device)
             return build(terms, dims, self.block, device, rows)
 
-        return block_cache.get(key, mask, make)
+        return block_cache.get(key, mask, device, make)
 
 
 def _block_size(problem: Problem) -> tuple[int, int]:
     """Return torch's own block size, or that of a BlockMap which the kernels can follow."""
     maps = problem.mask.structure.of("BlockMap") if problem.mask else []
     fine = {32, 64, 128, 256} if problem.device == "cpu" else {128, 256}
+    if problem.device != "cpu" and not _trains(problem):
+        fine.add(64)  # of which the compiled backward pass has no tiles on CUDA (torch 2.11)
     if len(maps) == 1 and {*maps[0].arguments[:2]} <= fine:
         block_q, block_k, _ = maps[0].arguments
         return block_q, block_k

@@ -90,9 +90,20 @@ def _native(
         )
     aux = AuxRequest(lse=True) if spec.lse else None
     result: Any = flex_attention(
-        q, k, v, score_mod, block_mask, spec.scale, enable_gqa=spec.gqa, return_aux=aux
-    )
+        q, k, v, score_mod, block_mask, spec.scale, enable_gqa=spec.gqa, return_aux=aux,
+        kernel_options=_tiles(block) if q.is_cuda else None,
+    )  # fmt: skip
     return (result[0], result[1].lse) if spec.lse else (result, None)
+
+
+def _tiles(block: tuple[int, int]) -> dict[str, int] | None:
+    """Return the tiles of blocks that are smaller than those which torch chooses on CUDA."""
+    if min(block) >= 128:
+        return None
+    q, k = (min(size, 64) for size in block)
+    return {
+        "BLOCK_M": q, "BLOCK_N": k, "BLOCK_M1": q, "BLOCK_N1": k, "BLOCK_M2": q, "BLOCK_N2": k,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

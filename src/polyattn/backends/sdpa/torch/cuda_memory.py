@@ -9,12 +9,16 @@ differ in those alone gets wrong gradients. (All seen with torch 2.11 on an H100
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["APART", "comes_in_like", "in_vectors", "rows_in_memory"]
+from polyattn.torch.internals import are_transforms_active
+
+__all__ = ["APART", "comes_in_like", "in_vectors", "in_vectors_traced", "rows_in_memory"]
 
 _VECTOR = 16
 """Bytes that the kernels read at once."""
@@ -39,6 +43,15 @@ def in_vectors(x: Tensor) -> Tensor:
     if lies and all(size <= 1 or stride % step == 0 for size, stride in rows) and _begins(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def in_vectors_traced() -> Callable[[Tensor], Tensor]:
+    """Return :func:`in_vectors` for compiled code: Dynamo knows no offsets, what it hands on does.
+
+    Asked for where the compiler is there: this loads it.
+    """
+    return cast(Callable[[Tensor], Tensor], torch.compiler.allow_in_graph(in_vectors))  # type: ignore[no-untyped-call]
 
 
 def _begins(x: Tensor) -> bool:
@@ -81,11 +94,28 @@ class _ComesInLike(torch.autograd.Function):
 
 
 def comes_in_like(out: Tensor) -> Tensor:
-    """Return `out`; the gradient that comes in to it will have its strides."""
-    return cast(Tensor, _ComesInLike.apply(out)) if out.requires_grad else out  # type: ignore[no-untyped-call]
+    """Return `out`; the gradient that comes in to it will have its strides.
+
+    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> out = comes_in_like((x * 2).t())
+    >>> (grad,) = torch.autograd.grad(out.sum(), x)
+    >>> grad.stride()
+    (3, 1)
+    """
+    if not out.requires_grad:
+        return out
+    if torch.compiler.is_compiling() or are_transforms_active():
+        return cast(Tensor, _ComesInLike.apply(out))  # type: ignore[no-untyped-call]
+    strides = out.stride()  # a hook costs a tenth of a function
+
+    def restride(grad: Tensor) -> Tensor | None:
+        return None if grad.stride() == strides else _restrided(grad, strides)
+
+    out.register_hook(restride)  # type: ignore[no-untyped-call]
+    return out
 
 
-def _restrided(x: Tensor, strides: list[int]) -> Tensor:
+def _restrided(x: Tensor, strides: Sequence[int]) -> Tensor:
     return x.new_empty_strided(x.shape, strides).copy_(x)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.sdpa.torch.cuda_memory import in_vectors
+from polyattn.backends.sdpa.torch.cuda_memory import in_vectors, in_vectors_traced
 from polyattn.backends.sdpa.torch.operators import FEW_KEYS, Op, Result, flash_cuda
 from polyattn.backends.sdpa.torch.short_ways import takes_flag
 from polyattn.masks.simplify import key_range
@@ -70,13 +70,14 @@ class _Attend:
             self.only_causal = self.causal_first = False
         if problem.bias is not None and problem.lse:
             self.only_causal = False  # which rows are empty depends on both together
-        few_rows = problem.q_len <= 32
+        few_rows = problem.q_len <= 32 and op.folds
         wants_fold = bool(config.get("fold", few_rows)) if op.grouped else True
         self.fold = problem.gqa and wants_fold and not self._flag
         self.fold = self.fold and not op.any_sizes  # whether there are few rows is not known
         if problem.gqa and not op.grouped and not self.fold:
             self.only_causal = self.causal_first = False
             self.fold = True
+        self.laid = in_vectors_traced() if op.in_vectors and problem.compiled else in_vectors
         self.scale = problem.scale
         if problem.scale is None and problem.sinks:
             self.scale = 1 / math.sqrt(problem.head_dim)
@@ -89,7 +90,10 @@ class _Attend:
         dims, p = Dims.of(q, k), self.problem
         high = dims.kv_len
         view: Visible | None = None
-        if mask is not None and not self.only_causal:
+        if self.op.windows:
+            first, _ = key_range(mask, dims.q_len, dims.kv_len)
+            k, v = k[:, :, first:], v[:, :, first:]
+        elif mask is not None and not self.only_causal:
             view = visible(mask, dims, q.device)
         elif mask is not None:
             if self.op.any_sizes:
@@ -103,14 +107,15 @@ class _Attend:
                 high = last
                 k, v = k[:, :, :high], v[:, :, :high]
         readable = is_readable(q)
-        if view is not None and (p.grad or p.bias_grad or p.sinks_grad or not readable):
-            q, k, v = hide(q, k, v, view)
+        trains = p.grad or p.bias_grad or p.sinks_grad
+        if view is not None and (trains or not readable) and not view.is_whole:
+            q, k, v = hide(q, k, v, view, rows=trains or p.compiled)
         additive, empty = self._additive(q, dims, view, bias, sinks, high)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
             return self._run(q, k, v, additive, sinks is not None)
 
-        if mask is not None and readable:
+        if mask is not None and readable and not self.op.windows:
             scale = p.scale if p.scale is not None else 1 / math.sqrt(p.head_dim)
             out, lse = mend(
                 run, q, k, v, lambda: visible(mask, Dims.of(q, k), q.device), True, scale
@@ -124,7 +129,9 @@ class _Attend:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what the operator takes as mask, (B|1, N|1, T|1, S), and the rows to zero."""
         zeroing = sinks is None and (self.problem.lse or not self.op.zeroes_empty)
-        opening = sinks is None and not self.op.zeroes_empty
+        if view is not None and view.is_whole and bias is None:
+            zeroing = False
+        opening = zeroing and not self.op.zeroes_empty
         empty = view.empty if view is not None and zeroing else None
         allowed = None
         if view is not None:
@@ -139,9 +146,10 @@ class _Attend:
         elif allowed is None:
             added = torch.zeros((1, 1, 1, 1), dtype=wide, device=q.device)
         else:
-            added = torch.where(allowed, 0.0, float("-inf")).to(wide)
+            nothing = torch.zeros((1, 1, 1, 1), dtype=wide, device=q.device)
+            added = nothing.masked_fill(~allowed, float("-inf"))
         if bias is not None and allowed is not None:
-            added = torch.where(allowed, added, float("-inf"))
+            added = added.masked_fill(~allowed, float("-inf"))
         if zeroing and bias is not None:  # -inf in the bias masks as well
             shut = (added == float("-inf")).all(-1, keepdim=True)
             added = torch.where(shut, 0, added) if opening else added
@@ -181,7 +189,7 @@ class _Attend:
         if self.fold:
             q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         if self.op.in_vectors:
-            q, k, v = in_vectors(q), in_vectors(k), in_vectors(v)
+            q, k, v = self.laid(q), self.laid(k), self.laid(v)
         out, lse = self.op.call(q, k, v, mask, self._flag, self.scale, p.dropout_p, p.lse)
         if self.fold:
             out = out.unflatten(2, (-1, q_len)).flatten(1, 2)

@@ -14,10 +14,15 @@ from polyattn.torch.internals import (
     cudnn_attention,
     efficient_attention,
     flash_attention,
+    is_grad_enabled,
     math_attention,
+    windowed_flash_attention,
 )
 
-__all__ = ["FEW_KEYS", "Op", "Result", "cudnn", "efficient", "flash_cpu", "flash_cuda", "unfused"]
+__all__ = [
+    "FEW_KEYS", "Op", "Result", "cudnn", "efficient", "flash_cpu", "flash_cuda", "unfused",
+    "windowed",
+]  # fmt: skip
 
 _LANES = {"AVX2": 8, "DEFAULT": 8}  # of what torch's kernels are compiled for, in float32
 
@@ -33,8 +38,10 @@ Call = Callable[..., Result]
 class Op:
     """One operator: ``call(q, k, v, mask, causal, scale, dropout_p, lse)`` on (B, N, T, H).
 
-    `grouped`: takes fewer key/value heads as they are. `zeroes_empty`: rows that see no key are
-    0 with gradient 0 (its lse still has to be rewritten).
+    `grouped`: takes fewer key/value heads as they are; `folds`: and is faster if the heads of a
+    group are rows where there are few. `windows`: masks by itself, from the last key on,
+    which heads as rows would mistake.
+    `zeroes_empty`: rows that see no key are 0 with gradient 0 (its lse still has to be rewritten).
     `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
     beside half-precision inputs, and masks that broadcast. `loses_nan`: a row of less than
     FEW_KEYS keys whose scores are all NaN comes out as 0 unless there is a mask to add.
@@ -45,6 +52,8 @@ class Op:
 
     call: Call
     grouped: bool = False
+    folds: bool = True
+    windows: bool = False
     zeroes_empty: bool = False
     causal_with_mask: bool = False
     wide: bool = False
@@ -87,7 +96,7 @@ def efficient(
     if mask is not None:
         mask = _aligned(mask, (*q.shape[:3], k.shape[2]))
     out, sums, *_ = efficient_attention(
-        q, k, v, mask, lse or q.requires_grad, dropout, causal, scale=scale
+        q, k, v, mask, lse or _trains(q, k, v, mask), dropout, causal, scale=scale
     )
     return out, sums[..., : q.shape[2]] if lse else None
 
@@ -97,10 +106,13 @@ def cudnn(
 ) -> Result:
     """Call cuDNN's fused attention, CUDA only."""
     if mask is not None:
-        mask = rows_in_memory(mask.expand(*q.shape[:3], k.shape[2]))
+        # heads are left to broadcast: given one by one, cuDNN takes twice as long
+        mask = rows_in_memory(mask.expand(q.shape[0], -1, q.shape[2], k.shape[2]))
     out, sums, *_ = cudnn_attention(
-        q, k, v, mask, True, dropout or APART, causal, False, scale=scale
+        q, k, v, mask, lse or _trains(q, k, v), dropout or APART, causal, False, scale=scale
     )
+    if not lse:
+        return comes_in_like(out), None
     return comes_in_like(out), sums.squeeze(-1) if sums.dim() == 4 else sums
 
 
@@ -114,6 +126,38 @@ def unfused(
         q, k, v = q.float(), k.float(), v.float()
     out: Tensor = math_attention(q, k, v, mask, dropout, causal, None, scale=scale)[0]
     return (out.to(out_dtype) if wide else out), None
+
+
+def _trains(*tensors: Tensor | None) -> bool:
+    """Say whether something wants a gradient: then the kernel has to keep the lse for it."""
+    return is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def windowed(left: int | None, right: int | None) -> Call:
+    """Return the call of FlashAttention 2 for CUDA that sees a window of keys, and reads no more.
+
+    The last query stands at the last key; lengths in front of it are cut off before.
+    """
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        causal: bool,
+        scale: Any,
+        dropout: float,
+        lse: bool,
+    ) -> Result:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, sums, *_ = windowed_flash_attention(
+            q, k, v, None, None, q.shape[1], k.shape[1], dropout, False, False, scale=scale,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+        )  # fmt: skip
+        return out.transpose(1, 2), sums
+
+    return call
 
 
 def _aligned(mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from polyattn.backends.sdpa.torch.cuda_ways import short_way
 from polyattn.backends.sdpa.torch.lowering import prepare as lowered
 from polyattn.backends.sdpa.torch.operators import (
     FEW_KEYS,
@@ -15,6 +16,7 @@ from polyattn.backends.sdpa.torch.operators import (
     flash_cpu,
     flash_cuda,
     unfused,
+    windowed,
 )
 from polyattn.backends.sdpa.torch.short_ways import (
     biased_flash_cpu,
@@ -38,7 +40,7 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
     def prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         if problem.device == "cuda":
-            return lowered(Op(flash_cuda, grouped=True, in_vectors=True), problem, config)
+            return _flash_on_cuda(problem, config)
         function = flash_attention_for_cpu  # costs 1.7 us less than the operator's handle
         if is_plain(problem) and problem.mask is None:
             # a compiled problem has its lengths rounded up, by a factor of 4 at most
@@ -66,14 +68,31 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     return prepare
 
 
+def _flash_on_cuda(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
+    mask = problem.mask
+    if mask is not None and mask.structure.kind == "Window":
+        names = mask.structure.named
+        call = windowed(names["left"], names["right"])
+        op = Op(call, grouped=True, folds=False, in_vectors=True, windows=True)
+        return lowered(op, problem, config)
+    return _on_cuda("sdpa_flash", Op(flash_cuda, grouped=True, in_vectors=True), problem, config)
+
+
+def _on_cuda(
+    backend: str, op: Op, problem: Problem, config: Mapping[str, Any]
+) -> Callable[..., Any]:
+    return short_way(backend, problem, lowered(op, problem, config))
+
+
 def load_efficient() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     """Load the memory-efficient kernel (CUTLASS), CUDA only."""
-    return functools.partial(lowered, Op(efficient, in_vectors=True))
+    return functools.partial(_on_cuda, "sdpa_efficient", Op(efficient, in_vectors=True))
 
 
 def load_cudnn() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
     """Load cuDNN's fused attention, CUDA only."""
-    return functools.partial(lowered, Op(cudnn, grouped=True, in_vectors=True))
+    op = Op(cudnn, grouped=True, folds=False, in_vectors=True)
+    return functools.partial(_on_cuda, "sdpa_cudnn", op)
 
 
 def load_math() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:

@@ -3,7 +3,7 @@
 The slots' memory is allocated once. Every order between copy and computation is an event: a copy
 waits for the computations that still read the slot, and computations wait for the copy. What lies
 in files is read by a thread; what was given up meanwhile does not get to the stream any more.
-(CUDA; written for any device whose torch module has streams and events. Never run on one so far.)
+(Written for any device whose torch module has streams and events; it ran on CUDA alone.)
 """
 
 from __future__ import annotations
