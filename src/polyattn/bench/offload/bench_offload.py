@@ -69,14 +69,13 @@ def run(options: argparse.Namespace) -> int:
             rows += _RUNS[part](options, lambda line: say(line, error=True))
     except KeyboardInterrupt:
         interrupted = True
+    here = machine.describe() | (machine.accelerator() if options.only == "gpu" and rows else {})
     record = {
         "schema": records.SCHEMA, "kind": "offload", "command": machine.command_line("offload"),
-        "machine": machine.describe(), "versions": machine.versions(), "flags": machine.flags(),
+        "machine": here, "versions": machine.versions(), "flags": machine.flags(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "goals_met": all(row["met"] for row in rows), "interrupted": interrupted, "rows": rows,
     }  # fmt: skip
-    if options.only == "gpu" and rows:
-        record["machine"] |= machine.accelerator()
     if options.json:
         say(records.dump(record), plain=True)
     else:

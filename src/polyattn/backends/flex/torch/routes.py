@@ -88,10 +88,11 @@ def _native(
         block_mask = BlockMask(  # type: ignore[misc]  # the tensors come first, in this order
             (q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=block, mask_mod=mask_mod
         )
-    aux = AuxRequest(lse=True) if spec.lse else None
+    aux: Any = AuxRequest(lse=True) if spec.lse else None
+    tiles: Any = _tiles(block) if q.is_cuda else None
     result: Any = flex_attention(
         q, k, v, score_mod, block_mask, spec.scale, enable_gqa=spec.gqa, return_aux=aux,
-        kernel_options=_tiles(block) if q.is_cuda else None,
+        kernel_options=tiles,
     )  # fmt: skip
     return (result[0], result[1].lse) if spec.lse else (result, None)
 
