@@ -168,6 +168,7 @@ class _Coordinates:
     def __init__(self, mask: Mask, dims: Dims, device: torch.device) -> None:
         self._mask, self._dims, self._device = mask, dims, device
         self._index: Index | None = None
+        self.is_packed = any(isinstance(leaf, Packed) for leaf in mask.leaves())
 
     def get(self) -> Index:
         if self._index is None:
@@ -180,7 +181,7 @@ def _dense(mask: Mask, dims: Dims, coordinates: _Coordinates) -> Tensor:
         return mask.combined([_dense(part, dims, coordinates) for part in mask.parts])
     if isinstance(mask, Dense):  # as it is: gathering it entry by entry would be a copy
         return four_dims(mask.mask)
-    if type(mask) is Padding and mask.q_lengths is None and mask.kv_lengths is not None:
+    if type(mask) is Padding and mask.q_lengths is None and not coordinates.is_packed:
         lengths = mask.kv_lengths.view(-1, 1, 1, 1)
         return torch.arange(dims.kv_len, device=lengths.device) < lengths
     if type(mask) is BlockMap:

@@ -109,7 +109,9 @@ class _Attend:
         readable = is_readable(q)
         trains = p.grad or p.bias_grad or p.sinks_grad
         if view is not None and (trains or not readable) and not view.is_whole:
-            q, k, v = hide(q, k, v, view, rows=trains or p.compiled)
+            # in eager inference it is enough that such rows are zeroed afterwards, if they are
+            rows = trains or p.compiled or self.op.zeroes_empty or sinks is not None
+            q, k, v = hide(q, k, v, view, rows)
         additive, empty = self._additive(q, dims, view, bias, sinks, high)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
