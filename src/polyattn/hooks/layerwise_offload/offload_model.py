@@ -20,6 +20,7 @@ from polyattn.hooks.layerwise_offload.asked import (
     checked_units,
 )
 from polyattn.hooks.layerwise_offload.attach import Attached
+from polyattn.hooks.layerwise_offload.between_calls import between_calls
 from polyattn.hooks.layerwise_offload.devices import Carrier, carrier_for
 from polyattn.hooks.layerwise_offload.handle import LayerwiseOffload
 from polyattn.hooks.layerwise_offload.homes import Homes
@@ -86,7 +87,8 @@ def offload(
     homes = None
     try:
         homes = _homes(carrier, disk, weights, pinned, keep_files)
-        handle = _offload(model, carrier, homes, asked, patterns, staying, sample, progress)
+        with between_calls(model):
+            handle = _offload(model, carrier, homes, asked, patterns, staying, sample, progress)
     except BaseException:
         if homes is not None:
             homes.close()
