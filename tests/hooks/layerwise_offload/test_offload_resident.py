@@ -8,8 +8,10 @@ import gc
 import io
 import os
 import threading
+import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,8 @@ from polyattn.hooks import (
     enable_layerwise_offload,
     offload,
 )
+from polyattn.hooks.layerwise_offload import between_calls
+from polyattn.hooks.layerwise_offload.attach import Attached
 from tests.hooks.layerwise_offload.small_models import Block, Model, frozen, inputs
 
 X = inputs()
@@ -262,6 +266,47 @@ def test_attached_and_detached_while_threads_are_in_calls(
         for thread in threads:
             thread.join()
     assert wrong == []
+
+
+def test_weights_are_put_away_between_calls(
+    model: Model, reference: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that goes on ends before, one that comes meanwhile begins afterwards."""
+    x, put_away, results = inputs(), Attached._put_away, []
+    times: list[tuple[str, float]] = []
+    begun = threading.Event()
+
+    def noted(self: Attached, *given: Any) -> None:
+        times.append(("put away", time.monotonic()))
+        put_away(self, *given)
+
+    def slowly(module: Any, args: Any) -> None:
+        begun.set()
+        time.sleep(0.02)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                times.append(("begins", time.monotonic()))
+                results.append(model(x))
+                times.append(("ends", time.monotonic()))
+
+    monkeypatch.setattr(Attached, "_put_away", noted)
+    monkeypatch.setattr(between_calls, "QUIET_S", 2.0)  # a loaded machine is quiet now and then
+    for block in model.blocks:
+        block.register_forward_pre_hook(slowly)
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(10)
+    with offload(model, device="cpu", disk=tmp_path):
+        thread.join()
+    order = [what for what, _ in sorted(times, key=lambda entry: entry[1])]
+    assert order.index("ends") < order.index("put away")
+    assert order.count("ends") == 2
+    assert order[-1] == "ends"
+    with torch.no_grad():
+        want = reference(x)
+    assert all(torch.equal(out, want) for out in results)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
