@@ -5,7 +5,6 @@ What backends compute there is for tests/conformance; here is what is around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,15 +53,6 @@ def masks() -> dict[str, Any]:
 
 
 MASKS = ["none", "causal", "window", "padding", "segments", "dense"]
-
-
-@pytest.fixture
-def unread() -> Iterator[None]:
-    """Raise where the host waits for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("trains", [False, True])
