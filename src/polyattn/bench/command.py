@@ -159,7 +159,7 @@ def _cpu(options: argparse.Namespace) -> int:
         raise MissingDependency(
             "got `bench cpu` without PyTorch, expected torch: pip install 'polyattn[torch]'"
         )
-    from polyattn.bench import records
+    from polyattn.bench.conclude import conclude
     from polyattn.bench.cpu import bench_cpu as run
     from polyattn.bench.cpu import cpu_table as report
     from polyattn.bench.report import say
@@ -175,18 +175,7 @@ def _cpu(options: argparse.Namespace) -> int:
     run.require(asked.backend)
     progress = (lambda line: None) if options.json else (lambda line: say(line, error=True))
     record = run.measure(asked, progress)
-    if options.json:
-        say(records.dump(record), plain=True)
-    else:
-        report.print_record(record)
-    if options.record is not None:
-        path = Path(options.record or records.default_path(record, "cpu"))
-        records.write(record, path)
-        say(f"record: {path}", error=options.json)
-    if options.plot:
-        from polyattn.bench.plot import draw_ratios
-
-        say(f"plot: {draw_ratios(record, Path(options.plot))}", error=options.json)
+    conclude(options, record, "cpu", report.print_record)
     return NO if not record["goals_met"] else CANNOT_SAY if record["left_out"] else YES
 
 

@@ -99,6 +99,7 @@ def _run(
             except torch.AcceleratorError as error:  # no call of this process works any more
                 lost = f"the device is lost: {str(error).splitlines()[0]}"
                 names = " or ".join(one.name for one in asked)
+                report.tallies.setdefault(names, Tally()).counts["wrong"] += 1
                 report.failures.append(Failure("wrong", names, case.spec, lost, device=device))
                 break
             report.problems = done

@@ -175,7 +175,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "cuda, block-sparse masks",
         lambda p: p.device == "cuda" and _sparse(p),
-        ("sdpa_flash", "flex", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"),
+        ("flex", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"),
         "FlexAttention skips the tiles that the mask empties: where a tenth is left 2 x torch's "
         f"own call, {_H100}",
         rests_on=_H100,

@@ -144,7 +144,7 @@ def _held(kind: Any, name: str, array: Tensor) -> Any:
 
 _ARRAY = "an array as the mask on CUDA"
 """Without a request torch's own function runs it: to keep NaN from what is masked, as polyattn
-promises, keys and values are copied there, which takes up to as long as the kernel."""
+promises, keys and values are copied there: up to several times the time of the kernel."""
 
 
 def _is_torchs(mask: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 from polyattn.errors import MissingDependency, PolyattnError
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         raise MissingDependency(
             "got `bench gpu` without PyTorch, expected torch: pip install 'polyattn[torch]'"
         )
-    from polyattn.bench import records
+    from polyattn.bench.conclude import conclude
     from polyattn.bench.gpu import gpu_run, gpu_table
     from polyattn.bench.report import say
 
@@ -58,16 +57,5 @@ def run(options: argparse.Namespace) -> int:
         only=options.only, quick=options.quick, tuned=options.tuned, repeats=options.repeats,
         say=lambda line: say(line, error=True),
     )  # fmt: skip
-    if options.json:
-        say(records.dump(record), plain=True)
-    else:
-        gpu_table.print_record(record)
-    if options.record is not None:
-        path = Path(options.record or records.default_path(record, "gpu"))
-        records.write(record, path)
-        say(f"record: {path}", error=options.json)
-    if options.plot:
-        from polyattn.bench.plot import draw_ratios
-
-        say(f"plot: {draw_ratios(record, Path(options.plot))}", error=options.json)
+    conclude(options, record, "gpu", gpu_table.print_record)
     return YES if record["goals_met"] else NO

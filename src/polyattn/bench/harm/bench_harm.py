@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from polyattn.errors import MissingDependency, PolyattnError
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise MissingDependency(
             "got `bench harm` without PyTorch, expected torch: pip install 'polyattn[torch]'"
         )
-    from polyattn.bench import records
+    from polyattn.bench.conclude import conclude
     from polyattn.bench.harm import harm_table as report
     from polyattn.bench.harm.whole_run import measure
     from polyattn.bench.report import say
@@ -59,18 +59,10 @@ def run(options: argparse.Namespace) -> int:
         tuned=options.tuned,
         say=lambda line: say(line, error=True),
     )
-    if options.json:
-        say(records.dump(record), plain=True)
-    else:
-        report.print_record(record)
-    if options.record is not None:
-        path = Path(options.record or records.default_path(record, "harm"))
-        records.write(record, path)
-        say(f"record: {path}", error=options.json)
-    if options.plot:
-        from polyattn.bench.plot import draw_ratios
-
-        worst = sorted(record["rows"], key=lambda row: row["ratio"]["median"])[:_MOST_BARS]
-        drawn = draw_ratios({**record, "rows": worst}, Path(options.plot))
-        say(f"plot: {drawn}", error=options.json)
+    conclude(options, record, "harm", report.print_record, _worst)
     return {True: YES, False: NO, None: CANNOT_SAY}[record["goals_met"]]
+
+
+def _worst(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    rows = sorted(record["rows"], key=lambda row: row["ratio"]["median"])
+    return {**record, "rows": rows[:_MOST_BARS]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 from polyattn.errors import MissingDependency, PolyattnError
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
                 f"got `bench jax` without {package}, expected both: "
                 "pip install 'polyattn[jax,torch]'"
             )
-    from polyattn.bench import records
+    from polyattn.bench.conclude import conclude
     from polyattn.bench.jax import jax_table as report
     from polyattn.bench.jax.jax_run import measure
     from polyattn.bench.report import say
@@ -61,16 +60,5 @@ def run(options: argparse.Namespace) -> int:
         repeats=options.repeats or (3 if options.quick else 5),
         say=lambda line: say(line, error=True),
     )
-    if options.json:
-        say(records.dump(record), plain=True)
-    else:
-        report.print_record(record)
-    if options.record is not None:
-        path = Path(options.record or records.default_path(record, "jax"))
-        records.write(record, path)
-        say(f"record: {path}", error=options.json)
-    if options.plot:
-        from polyattn.bench.plot import draw_ratios
-
-        say(f"plot: {draw_ratios(record, Path(options.plot))}", error=options.json)
+    conclude(options, record, "jax", report.print_record)
     return _CODES[record["goals_met"]]
