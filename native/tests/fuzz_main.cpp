@@ -15,6 +15,7 @@
 
 #include "fuzz_memory.h"
 #include "numbers.h"
+#include "page_order.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the sanitizers chose the name
@@ -70,6 +71,7 @@ int main(int count, char** words) {
     Random random(current_seed);
     std::vector<uint8_t> bytes(static_cast<size_t>(random.between(16, 4000)));
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.bits());
+    polyattn::pages_in_turn = random.bits() & 1;
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
   }
   std::printf("%lld inputs, %lld calls accepted and run\n", static_cast<long long>(done),

@@ -11,12 +11,16 @@
 #include "kernel/few_bytes.h"
 #include "kernel/few_quarters.h"
 #include "kernel/workspace.h"
+#include "page_order.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
 // Keys that an item meets before it is the next one's turn.
 template <class S>
 constexpr int kTurn = S::kLanes > 8 ? 16 : 8;
+
+// What items fetch while they meet keys: rows so many ahead, or the next block's, of several pages in turn.
+enum class Fetching { nothing, rows, pages };
 
 // T: of queries and outputs; C: of keys and values as they are stored.
 template <class S, class U, class T, class C>
@@ -38,18 +42,21 @@ class FewRows {
   // Fetches the first keys of a part of `count` items, unless there are so few that looking ahead takes longer.
   void fetch(const Item* items, int count, const Span& keys) const {
     if (count == 1 && keys.high - keys.low <= kRowsAtOnce) return;
-    const C* rows[kAheadCodes];
-    const int64_t some = smaller(keys.high - keys.low, ahead(count));
+    const C* rows[kAheadBlock];
+    const bool pages = by_pages(count, keys.high - keys.low);
+    const int64_t some = pages ? kAheadBlock : smaller(keys.high - keys.low, ahead(count));
     locate(a_, a_.k, items[0].q, keys.low, keys.low + some, rows);
-    const int64_t offset = items[0].kv_head * a_.k.head, more = (count - 1) * a_.k.head;
-    for (int64_t j = 0; j < some; ++j) prefetch_row<S::kFetchHint>(rows[j] + offset, more + a_.head_dim);
+    const int places = pages ? pages_of_block(a_.k.row * int64_t{sizeof(C)}) : 0;
+    const Ahead<C> all{rows, items[0].kv_head * a_.k.head, 0, places};
+    const int64_t more = (count - 1) * a_.k.head;
+    for (int64_t j = 0; j < some; ++j) prefetch_row<S::kFetchHint>(all.of(j), more + a_.head_dim);
   }
 
   // Probabilities of keys that lie within keys[i] and within `begin` to `end` - 1, in the scores of item i
   // of `count`; its older sums shrink to the new maxima. visits[i] tells of which keys. `careful`: what is
-  // masked is 0 also where its scale is not finite. Returns whether rows are fetched ahead of their use.
-  bool probabilities(Workspace& w, const Item* items, const Span* keys, int count, int64_t begin, int64_t end,
-                     bool careful, Visit* visits) const {
+  // masked is 0 also where its scale is not finite. Returns what is fetched ahead of its use.
+  Fetching probabilities(Workspace& w, const Item* items, const Span* keys, int count, int64_t begin,
+                         int64_t end, bool careful, Visit* visits) const {
     int64_t last = begin;
     int tiles = 0;
     for (int i = 0; i < count; ++i) {
@@ -60,13 +67,17 @@ class FewRows {
       last = larger(last, keys[i].high);
       tiles += visits[i].tiles;
     }
-    if (tiles == 0) return false;
+    if (tiles == 0) return Fetching::nothing;
     // the last keys fetch the first values, and the last values the keys of the next chunk
     const int64_t stop = smaller(end, last);
     const bool fetches = count > 1 || stop - begin > kRowsAtOnce || begin > keys[0].low;
-    locate(a_, a_.k, a_.v, items[0].q, begin, stop, begin, stop, fetches,
+    const Fetching fetching = !fetches                        ? Fetching::nothing
+                              : by_pages(count, stop - begin) ? Fetching::pages
+                                                              : Fetching::rows;
+    const int64_t more = fetching == Fetching::pages ? kAheadBlock : fetches ? kAheadCodes : 0;
+    locate(a_, a_.k, a_.v, items[0].q, begin, stop, begin, stop, more,
            reinterpret_cast<const C**>(w.keys_at));
-    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, last, fetches,
+    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, last, more,
            reinterpret_cast<const C**>(w.values_at));
     if constexpr (kCoded<C>) {
       for (int i = 0; i < count; ++i) {
@@ -81,11 +92,10 @@ class FewRows {
       const Workspace& own = owns[i];
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
-      const Ahead<C> next{at + ahead(count), offset};
+      const Ahead<C> next = behind(at, place, offset, a_.k.row, fetching, count);
       by_few(own.strips[0].count, [&](auto rows, int r) {
-        scores<rows.value>(own.q + r * d_.q_units, at, offset, here,
-                           fetches && r == 0 ? next : Ahead<C>{nullptr, 0}, own.key_scales + place,
-                           own.scores + r * kScoreRow + tile.first + from);
+        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, next.where(r == 0),
+                           own.key_scales + place, own.scores + r * kScoreRow + tile.first + from);
       });
     });
     for (int i = 0; i < count; ++i) {
@@ -94,23 +104,24 @@ class FewRows {
       soften_item(own, items[i], visits[i]);
       if constexpr (kCoded<C>) weigh(own, visits[i], begin, careful);
     }
-    return fetches;
+    return fetching;
   }
 
-  // Adds the values to the items' sums, after probabilities(), which says whether they fetch.
+  // Adds the values to the items' sums, after probabilities(), which says what they fetch.
   void values(Workspace& w, const Item* items, const Visit* visits, int count, int64_t begin,
-              bool fetches) const {
+              Fetching fetching) const {
     Workspace owns[kMostTogether];
     for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
     walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
       const Workspace& own = owns[i];
-      const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + (tile.j0 - begin) + from;
+      const int64_t place = tile.j0 - begin + from;
+      const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + place;
       const float* p = own.scores + (tile.first + from) / U::kValues;
       const int64_t offset = items[i].kv_head * a_.v.head;
-      const Ahead<C> next{at + ahead(count), offset};
+      const Ahead<C> next = behind(at, place, offset, a_.v.row, fetching, count);
       by_few(own.strips[0].count, [&](auto rows, int r) {
         constexpr int R = rows.value;
-        const Ahead<C> fetched = fetches && r == 0 ? next : Ahead<C>{nullptr, 0};
+        const Ahead<C> fetched = next.where(r == 0);
         const float* some = p + r * kScoreRow;
         float* out = own.out + r * d_.v_columns;
         if constexpr (kBytes) {
@@ -133,6 +144,22 @@ class FewRows {
     constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
     static_assert(kAhead <= kAheadCodes && S::kLanes <= kRowsAtOnce);  // so many rows are located
     return count > 1 ? smaller<int64_t>(kTurn<S>, kAhead) : kAhead;
+  }
+
+  // Whether some keys of `count` items are fetched from several pages in turn. Of several heads that lie side by
+  // side rows are in several pages anyway.
+  static bool by_pages(int count, int64_t keys) {
+    return S::kPagesInTurn && pages_in_turn && count == 1 && keys >= kChunkKeys;
+  }
+
+  // What is fetched while keys are met that lie at `at`, number `place` of a chunk, whose rows are `row` elements
+  // apart.
+  static Ahead<C> behind(const C* const* at, int64_t place, int64_t offset, int64_t row, Fetching fetching,
+                         int count) {
+    if (fetching == Fetching::nothing) return {nullptr, 0};
+    if (fetching == Fetching::rows) return {at + ahead(count), offset};
+    const int64_t first = place % kAheadBlock;
+    return {at - first + kAheadBlock, offset, first, pages_of_block(row * int64_t{sizeof(C)})};
   }
 
   // Scores of R rows, with the keys' scales in them.

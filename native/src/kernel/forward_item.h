@@ -83,8 +83,8 @@ class ForwardItem {
       Visit visits[kMostTogether];
       if constexpr (kMeetsFew) {
         const int64_t end = smaller(j + kChunkKeys, all.high);
-        const bool fetches = few_.probabilities(w, items, keys, count, j, end, false, visits);
-        few_.values(w, items, visits, count, j, fetches);
+        const Fetching fetching = few_.probabilities(w, items, keys, count, j, end, false, visits);
+        few_.values(w, items, visits, count, j, fetching);
       }
     }
   }
@@ -189,9 +189,9 @@ class ForwardItem {
   void chunk_of_few(Workspace& w, const Item& item, const Span& keys, int64_t begin, int64_t end,
                     bool careful) const {
     Visit visit;
-    const bool fetches = few_.probabilities(w, &item, &keys, 1, begin, end, careful, &visit);
+    const Fetching fetching = few_.probabilities(w, &item, &keys, 1, begin, end, careful, &visit);
     // a code of int8 is never NaN, and probabilities have the scales in them
-    if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, 1, begin, fetches);
+    if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, 1, begin, fetching);
     for (int n = 0; n < visit.tiles; ++n) {
       const Tile& tile = visit.tile[n];
       auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };

@@ -7,20 +7,40 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-// A row is fetched S::kAheadRows rows before it is read, of codes, which are small, so many.
-constexpr int64_t kAheadCodes = 64;
+// A row is fetched S::kAheadRows rows before it is read, of codes, which are small, so many; or with the rows of
+// the next block, of several pages in turn.
+constexpr int64_t kAheadCodes = 64, kAheadBlock = 128;
+constexpr int64_t kMostPages = 8, kPageBytes = 4096;
 constexpr int64_t kRowsAtOnce = 16;  // whole vectors of them are read, at most so many
-constexpr int64_t kLocatedRows = kChunkKeys + kRowsAtOnce + kAheadCodes;
+constexpr int64_t kLocatedRows = kChunkKeys + kRowsAtOnce + kAheadBlock;
 
 // What is fetched while some keys are met: a row for each, `offset` elements further. None if `rows` is null.
 template <class T>
 struct Ahead {
   const T* const* rows;
   int64_t offset;
+  // Of a block: the number of the first key in it, and of the places where rows are taken in turn, as a power of
+  // two. One place: in their order.
+  int64_t first = 0;
+  int places = 0;
 
   bool here() const { return rows != nullptr; }
-  const T* of(int64_t j) const { return rows[j] + offset; }
+  const T* of(int64_t j) const {
+    const int64_t i = first + j, place = i & ((int64_t{1} << places) - 1);
+    return rows[place * (kAheadBlock >> places) + (i >> places)] + offset;
+  }
+  Ahead where(bool wanted) const { return {wanted ? rows : nullptr, offset, first, places}; }
+  // From another key and element on.
+  Ahead from(int64_t key, int64_t element) const { return {rows, offset + element, first + key, places}; }
 };
+
+// In how many pages the rows of a block lie, as a power of two; `row`: bytes from one to the next.
+inline int pages_of_block(int64_t row) {
+  int power = 0;
+  while (int64_t{2} << power <= kMostPages && (int64_t{2} << power) * kPageBytes <= kAheadBlock * row)
+    ++power;
+  return power;
+}
 
 // The rows of keys `begin` to `end` - 1 of the first head.
 template <class T>
@@ -43,18 +63,17 @@ inline void locate(const Arguments& a, const Array& x, const Sequence& q, int64_
 }
 
 // The rows of some keys of `now`, repeats of the last up to a whole vector, and behind these, if `fetches`, what
-// is worth fetching meanwhile: rows of `next` from key `after` on, repeated as far as anybody looks ahead.
+// is worth fetching meanwhile: rows of `next` from key `after` on, repeated as far as `ahead`; 0: nothing.
 template <class T>
 inline void locate(const Arguments& a, const Array& now, const Array& next, const Sequence& q, int64_t begin,
-                   int64_t end, int64_t after, int64_t last, bool fetches, const T** rows) {
+                   int64_t end, int64_t after, int64_t last, int64_t ahead, const T** rows) {
   int64_t count = end - begin;
   const int64_t whole = round_up(count, kRowsAtOnce);
   locate(a, now, q, begin, end, rows);
   for (; count < whole; ++count) rows[count] = rows[count - 1];
-  if (!fetches) return;
-  const int64_t more = smaller(larger<int64_t>(last - after, 0), kAheadCodes);
+  const int64_t more = smaller(larger<int64_t>(last - after, 0), ahead);
   locate(a, next, q, after, after + more, rows + count);
-  for (count += more; count < whole + kAheadCodes; ++count) rows[count] = rows[count - 1];
+  for (count += more; count < whole + ahead; ++count) rows[count] = rows[count - 1];
 }
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

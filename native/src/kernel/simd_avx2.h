@@ -16,6 +16,7 @@ struct Simd {
   // How a few rows fetch keys ahead: so many rows before, into the first cache (3) or one behind it (1). Measured
   // on a Zen 3.
   static constexpr int kAheadRows = 8, kFetchHint = 3;
+  static constexpr bool kPagesInTurn = false;
 
   static POLYATTN_INLINE Vec zero() { return _mm256_setzero_ps(); }
   static POLYATTN_INLINE Vec fill(float x) { return _mm256_set1_ps(x); }

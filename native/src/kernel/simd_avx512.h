@@ -15,6 +15,7 @@ struct Simd {
   // How a few rows fetch keys ahead: so many rows before, into the first cache (3) or one behind it (1). Measured
   // on a Zen 4.
   static constexpr int kAheadRows = 64, kFetchHint = 1;
+  static constexpr bool kPagesInTurn = true;  // where the processor gains by it
 
   static POLYATTN_INLINE Vec zero() { return _mm512_setzero_ps(); }
   static POLYATTN_INLINE Vec fill(float x) { return _mm512_set1_ps(x); }

@@ -24,6 +24,7 @@ struct Simd {
   static constexpr int kRowBlock = 4, kColumnBlock = 2;
 #endif
   static constexpr int kAheadRows = 8, kFetchHint = 3;  // see simd_avx2.h
+  static constexpr bool kPagesInTurn = false;
 
   static POLYATTN_INLINE Vec zero() { return Vec{}; }
   static POLYATTN_INLINE Vec fill(float x) { return Vec{x, x, x, x}; }

@@ -11,6 +11,7 @@ struct Simd {
   static constexpr int kLanes = 16;
   static constexpr int kRowBlock = 4, kColumnBlock = 2;
   static constexpr int kAheadRows = 8, kFetchHint = 3;  // see simd_avx2.h
+  static constexpr bool kPagesInTurn = true;
   struct Vec {
     float x[kLanes];
   };

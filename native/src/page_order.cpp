@@ -1,0 +1,23 @@
+#include "page_order.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace polyattn {
+namespace {
+
+bool is_intel() {
+#if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(0, &eax, &ebx, &ecx, &edx) != 0 && ebx == signature_INTEL_ebx;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+bool pages_in_turn = is_intel();
+
+}  // namespace polyattn

@@ -1,0 +1,138 @@
+// The order in which few rows fetch keys and values: every row of a block once, of several pages in turn; and that
+// it changes no bit of a result, whatever lies at the end of a sequence, nor is anything read that is not there.
+//
+// Build from: page_order_test.cpp and the libraries polyattn_testing and polyattn_kernels of CMake.
+#define POLYATTN_NAMESPACE testing_page_order
+#define POLYATTN_REGISTER(x) "+m"(x)
+
+#include "page_order.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "kernel/key_rows.h"
+#include "numbers.h"
+
+namespace polyattn::testing {
+namespace {
+
+using namespace polyattn::testing_page_order;
+
+int failures = 0;
+
+void expect(bool good, const std::string& what) {
+  if (good) return;
+  ++failures;
+  std::printf("FAILED: %s\n", what.c_str());
+}
+
+void every_row_once() {
+  for (const int64_t row : {-256, 0, 2, 32, 64, 128, 160, 256, 512, 1024, 4096, 1 << 20}) {
+    const int pages = pages_of_block(row);
+    expect(pages >= 0 && int64_t{1} << pages <= kMostPages, "pages of rows of " + std::to_string(row));
+    std::vector<const char*> rows(kAheadBlock);
+    for (int64_t j = 0; j < kAheadBlock; ++j)
+      rows[static_cast<size_t>(j)] = reinterpret_cast<const char*>(j * row);
+    std::set<int64_t> met;
+    bool turns = true;
+    for (int64_t first = 0; first < kAheadBlock; first += 64) {
+      for (int64_t j = 0; j < 64; ++j) {
+        std::vector<const char*> numbers(kAheadBlock);
+        for (int64_t i = 0; i < kAheadBlock; ++i)
+          numbers[static_cast<size_t>(i)] = reinterpret_cast<const char*>(i);
+        met.insert(reinterpret_cast<int64_t>(Ahead<char>{numbers.data(), 0, first, pages}.of(j)));
+        const Ahead<char> fetched{rows.data(), 0, first, pages};
+        const int64_t apart = j == 0 ? kPageBytes : std::abs(fetched.of(j) - fetched.of(j - 1));
+        turns &= pages == 0 || apart > kPageBytes / 2;
+      }
+    }
+    expect(met.size() == kAheadBlock, "rows of a block, once each, of " + std::to_string(row) + " bytes");
+    expect(turns, "neighbours in the order lie in one page, of rows of " + std::to_string(row) + " bytes");
+  }
+}
+
+// A decoding call of `kv_len` keys; `page`: the rows of a page, or 0.
+struct Call {
+  static constexpr int64_t kQHeads = 8, kKvHeads = 2, kDim = 64;
+  std::vector<uint8_t> q, k, v, out;
+  std::vector<int64_t> table;
+  std::vector<float> scales;
+  Arguments a;
+
+  Call(DType dtype, int64_t kv_len, int64_t page, bool coded, uint64_t seed) {
+    Random random(seed);
+    const int64_t width = dtype == DType::f32 ? 4 : 2, stored = coded ? 1 : width;
+    const int64_t keys = page ? (kv_len + page - 1) / page * page : kv_len;
+    const auto fill = [&](std::vector<uint8_t>& x, int64_t count, int64_t size) {
+      x.resize(static_cast<size_t>(count * size));
+      for (int64_t i = 0; i < count; ++i) {
+        const float value = static_cast<float>(random.between(-64, 64)) / 64;
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        if (size < 4) bits = size == 2 ? bits >> 16 : bits >> 13 & 0x7f;
+        std::memcpy(x.data() + i * size, &bits, static_cast<size_t>(size));
+      }
+    };
+    fill(q, kQHeads * kDim, width), fill(out, kQHeads * kDim, width);
+    fill(k, kKvHeads * keys * kDim, stored), fill(v, kKvHeads * keys * kDim, stored);
+    a.dtype = dtype;
+    a.batch = 1, a.q_heads = kQHeads, a.kv_heads = kKvHeads;
+    a.q_len = 1, a.kv_len = kv_len, a.head_dim = a.value_dim = kDim;
+    a.q = {q.data(), 0, kDim, kDim, {}}, a.out = {out.data(), 0, kDim, kDim, {}};
+    a.k = {k.data(), 0, keys * kDim, kDim, {}}, a.v = {v.data(), 0, keys * kDim, kDim, {}};
+    a.scale = 0.2f, a.threads = 2;
+    if (page) {  // the pages in reverse, each with all heads
+      table.resize(static_cast<size_t>(keys / page));
+      std::iota(table.rbegin(), table.rend(), 0);
+      a.k.batch = a.v.batch = kKvHeads * page * kDim;
+      a.k.head = a.v.head = page * kDim;
+      a.pages = {table.data(), keys / page, page, keys / page, {}};
+    }
+    if (coded) {
+      scales.assign(static_cast<size_t>(kKvHeads * ((kv_len + 15) / 16)), 0.01f);
+      const Scales own = {scales.data(), 0, (kv_len + 15) / 16, {}};
+      a.quantised = {Codes::int8, 16, own, own};
+    }
+  }
+
+  std::vector<uint8_t> run(const Kernels& kernels, bool in_turn) {
+    pages_in_turn = in_turn;
+    expect(kernels.forward(a), "a call had no memory");
+    return out;
+  }
+};
+
+void no_bit_changes() {
+  const bool before = pages_in_turn;
+  for (const Kernels* const* set = available(); *set != nullptr; ++set) {
+    if ((*set)->prepare && (*set)->prepare() != nullptr) continue;
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      for (const int64_t kv_len : {511, 512, 513, 640, 1000, 1024, 1537, 3000}) {
+        for (const int64_t page : {0, 8, 16, 100}) {
+          for (const bool coded : {false, true}) {
+            if (coded && page) continue;  // there are none
+            Call call(dtype, kv_len, page, coded, static_cast<uint64_t>(kv_len + page));
+            const std::string what = std::string((*set)->name) + ", " + std::to_string(kv_len) +
+                                     " keys, pages of " + std::to_string(page) + (coded ? ", codes" : "");
+            expect(call.run(**set, false) == call.run(**set, true), what);
+          }
+        }
+      }
+    }
+  }
+  pages_in_turn = before;
+}
+
+}  // namespace
+}  // namespace polyattn::testing
+
+int main() {
+  polyattn::testing::every_row_once();
+  polyattn::testing::no_bit_changes();
+  std::printf("%d failures\n", polyattn::testing::failures);
+  return polyattn::testing::failures == 0 ? 0 : 1;
+}
