@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import json
@@ -332,6 +333,20 @@ def test_no_use_of_a_changed_file_is_silent(use: str, how: str, stored: Path) ->
     save_file(frozen().state_dict(), stored.parent / "again")
     with offload(model, device="cpu", weights=stored.parent / "again"):
         assert torch.equal(model(X), frozen()(X))
+
+
+@pytest.mark.parametrize("use", ["deepcopy", "save", "state_dict", "detach"])
+def test_units_that_stay_need_their_files_no_more(use: str, tmp_path: Path) -> None:
+    model, reference = frozen(), frozen()
+    with away(model, tmp_path) as handle:
+        plan = handle.plan
+    first, *others = plan.units
+    staying = dataclasses.replace(plan, units=(dataclasses.replace(first, tier="resident"), *others))
+    with away(model, tmp_path, plan=staying) as handle:
+        USES[use](model, handle)
+        if use == "deepcopy":
+            assert torch.equal(copy.deepcopy(model)(X), reference(X))
+        assert torch.equal(model(X), reference(X))
 
 
 def test_a_file_that_is_given_away_or_linked_is_the_same(stored: Path) -> None:

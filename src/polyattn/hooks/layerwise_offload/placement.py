@@ -50,12 +50,16 @@ class Placement:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copied module its own way."""
-        self._unit.home.check()  # it copies the weights too
+        self._check()  # it copies the weights too
         return _own_way(memo.get(id(self._module())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._unit.home.check()
+        self._check()
         return _own_way, (self._module(),)
+
+    def _check(self) -> None:
+        if not self._unit.home.is_closed:  # a unit that stays has its weights in memory
+            self._unit.home.check()
 
 
 def _own_way(module: Any) -> Any:
