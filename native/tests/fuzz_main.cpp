@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "fuzz_memory.h"
+#include "memory_habits.h"
 #include "numbers.h"
-#include "page_order.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the sanitizers chose the name

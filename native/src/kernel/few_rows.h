@@ -11,7 +11,7 @@
 #include "kernel/few_bytes.h"
 #include "kernel/few_quarters.h"
 #include "kernel/workspace.h"
-#include "page_order.h"
+#include "memory_habits.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -147,9 +147,9 @@ class FewRows {
   }
 
   // Whether some keys of `count` items are fetched from several pages in turn. Of several heads that lie side by
-  // side rows are in several pages anyway.
+  // side rows are in several pages anyway, and codes of fp8 are computed more slowly than they are read.
   static bool by_pages(int count, int64_t keys) {
-    return S::kPagesInTurn && pages_in_turn && count == 1 && keys >= kChunkKeys;
+    return S::kPagesInTurn && pages_in_turn && !std::is_same_v<C, F8> && count == 1 && keys >= kChunkKeys;
   }
 
   // What is fetched while keys are met that lie at `at`, number `place` of a chunk, whose rows are `row` elements

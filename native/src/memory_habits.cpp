@@ -1,4 +1,4 @@
-#include "page_order.h"
+#include "memory_habits.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -19,5 +19,6 @@ bool is_intel() {
 }  // namespace
 
 bool pages_in_turn = is_intel();
+const bool codes_together = is_intel();
 
 }  // namespace polyattn

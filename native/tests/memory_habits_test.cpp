@@ -1,11 +1,11 @@
 // The order in which few rows fetch keys and values: every row of a block once, of several pages in turn; and that
 // it changes no bit of a result, whatever lies at the end of a sequence, nor is anything read that is not there.
 //
-// Build from: page_order_test.cpp and the libraries polyattn_testing and polyattn_kernels of CMake.
-#define POLYATTN_NAMESPACE testing_page_order
+// Build from: memory_habits_test.cpp and the libraries polyattn_testing and polyattn_kernels of CMake.
+#define POLYATTN_NAMESPACE testing_memory_habits
 #define POLYATTN_REGISTER(x) "+m"(x)
 
-#include "page_order.h"
+#include "memory_habits.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -20,7 +20,7 @@
 namespace polyattn::testing {
 namespace {
 
-using namespace polyattn::testing_page_order;
+using namespace polyattn::testing_memory_habits;
 
 int failures = 0;
 
