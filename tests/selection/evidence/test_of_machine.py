@@ -25,7 +25,8 @@ DENSE = Problem(batch=1, q_len=4096, kv_len=4096, heads=8, kv_heads=8, head_dim=
 DECODE = DENSE.with_(q_len=1, heads=32, kv_heads=8, head_dim=128, value_dim=128)
 CAUSAL = DENSE.with_(mask=MaskFacts.parse("Causal('top_left')", "top_left"))
 WINDOW = DENSE.with_(mask=MaskFacts.parse("Causal() & Window(left=255, right=None)", None))
-ONE_HEAD_EACH = DECODE.with_(kv_heads=DECODE.heads)
+ONE_HEAD_EACH = DECODE.with_(kv_heads=DECODE.heads, kv_len=1024)
+LONG = ONE_HEAD_EACH.with_(kv_len=1 << 14)
 PADDED = MaskFacts.parse("Padding()", None)
 
 RECORDS = files("polyattn.selection.evidence") / "records"
@@ -52,6 +53,8 @@ def on(facts: str, problem: Problem, **packages: str) -> Selection:
         ("sapphirerapids", DENSE.with_(head_dim=128, value_dim=128), "bfloat16", "native_cpu"),
         ("sapphirerapids", ONE_HEAD_EACH, "bfloat16", "sdpa_flash"),
         ("sapphirerapids", ONE_HEAD_EACH, "float32", "sdpa_flash"),
+        ("sapphirerapids", LONG, "bfloat16", "native_cpu"),
+        ("sapphirerapids", LONG, "float32", "native_cpu"),
         ("sapphirerapids", ONE_HEAD_EACH.with_(mask=PADDED), "bfloat16", "native_cpu"),
         ("sapphirerapids", ONE_HEAD_EACH.with_(mask=PADDED), "float32", "native_cpu"),
         ("sapphirerapids", DECODE, "bfloat16", "native_cpu"),
@@ -106,6 +109,25 @@ def _figures(record: str, dtype: str, kind: str) -> list[str]:
     return [f"{made[name]:.3g}" for name in ("low", "median", "high")]
 
 
+def test_long_decoding_has_a_figure_of_its_own_or_that_of_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = find(AMX)
+    assert record is not None
+    torchs = Figure(0.7, 0.9, 1.0, "a test")
+    figures = dict(record.figures) | {("bfloat16", "decode"): torchs}
+    figures["bfloat16", "long decode"] = Figure(1.3, 1.4, 1.5, "a test")
+    monkeypatch.setattr(shipped, "shipped", lambda: (replace(record, figures=figures),))
+    cached, long = (p.with_(dtype="bfloat16") for p in (ONE_HEAD_EACH, LONG))
+    assert on("sapphirerapids", cached).backend == "sdpa_flash"
+    found = on("sapphirerapids", long)
+    assert found.backend == "native_cpu"
+    assert found.reason.startswith("1.4 x torch's kernel on decoding from beyond the caches")
+    del figures["bfloat16", "long decode"]
+    found = on("sapphirerapids", long)
+    assert found.backend == "sdpa_flash" and "0.9 x torch's kernel" in found.reason
+
+
 def test_what_the_record_of_such_a_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     amx = find(AMX)
     assert amx is not None
@@ -148,7 +170,7 @@ def test_bfloat16_figures_are_those_of_the_form_that_runs() -> None:
     other = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16", "avx512")
     assert find(other) is amx and amx.figures_for(AMX) == amx.figures
     left = {kind for dtype, kind in amx.figures_for(other) if dtype == "bfloat16"}
-    assert left == {"decode", "grouped decode", "small decode"}
+    assert left == {"decode", "long decode", "grouped decode", "small decode"}
     assert ("float32", "dense") in amx.figures_for(other)
 
 

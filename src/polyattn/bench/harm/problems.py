@@ -93,6 +93,7 @@ _DECODE = (
     _Family("first tokens", bnth=((1, 8, (1, 1), 64), (1, 12, (1, 4), 64), (8, 12, (1, 8), 64))),
     _Family("decode", bnth=tuple((1, 12, (1, s), 64) for s in (128, 512, 2048, 8192))),
     _Family("decode", bnth=tuple((8, 12, (1, s), 64) for s in (128, 1024, 4096))),
+    _Family("decode", bnth=tuple((1, 32, (1, s), 128) for s in (4096, 16384))),
     _Family("decode", bnth=tuple(
         (1, (32, 8), (1, s), 128) for s in (128, 512, 1024, 4096, 8192, 32768)
     ), btnh=tuple((1, (32, 8), (1, s), 128) for s in (1024, 4096))),

@@ -20,7 +20,13 @@ from polyattn.selection.evidence import of_machine
 from polyattn.selection.evidence.calibrated_rows import entries_of
 from polyattn.selection.evidence.comparing import BUSY, Compared, compare
 from polyattn.selection.evidence.figures import Evidence, Figure
-from polyattn.selection.evidence.problem_kinds import is_small, kind_of, kinds_beside, work_of
+from polyattn.selection.evidence.problem_kinds import (
+    WIDER,
+    is_small,
+    kind_of,
+    kinds_beside,
+    work_of,
+)
 from polyattn.selection.platforms import Probe, Prober, find_platform
 from polyattn.tuning import Key, Measurement, TuningTable
 
@@ -45,9 +51,10 @@ def wanted(selection: Selection, problem: Problem, evidence: Evidence) -> bool:
         return False
     if is_small(problem) or selection.backend == "native_cpu":
         return False
-    key = problem.dtype, kind_of(problem)
-    if key in evidence.figures:
+    if evidence.figure(problem) is not None:
         return False
+    kind = kind_of(problem)
+    key = problem.dtype, WIDER.get(kind, kind)
     able = {name for name, one in selection.decisions.items() if isinstance(one, Accepted)}
     if "native_cpu" not in able or able.isdisjoint(_OWN):
         return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from polyattn.problem import Problem
 from polyattn.selection.evidence.problem_kinds import (
     KINDS,
+    WIDER,
     is_array,
     is_band,
     is_small,
@@ -82,8 +83,10 @@ class Evidence:
     record: str | None = None
 
     def figure(self, problem: Problem) -> Figure | None:
-        """Return what is known of problems of this dtype and kind."""
-        return self.figures.get((problem.dtype, kind_of(problem)))
+        """Return what is known of problems of this dtype and kind, or of the wider one."""
+        kind = kind_of(problem)
+        found = self.figures.get((problem.dtype, kind))
+        return found or self.figures.get((problem.dtype, WIDER.get(kind, kind)))
 
     def verdict(self, problem: Problem) -> Verdict | None:
         """Say which kernel is preferred; None for small problems of which nothing is known.
@@ -103,7 +106,8 @@ class Evidence:
         if is_small_training(problem):
             return Verdict(False, "small float32 training; torch's own kernel")
         if figure is None:
-            why = self.undecided.get((problem.dtype, kind_of(problem)), self.lacking)
+            kind = kind_of(problem)
+            why = self.undecided.get((problem.dtype, WIDER.get(kind, kind)), self.lacking)
             return Verdict(False, f"{why}; torch's own kernel")
         share = share_of(problem)
         measured = _said(figure, problem)

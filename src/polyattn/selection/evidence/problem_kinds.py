@@ -14,6 +14,7 @@ from polyattn.problem import MaskFacts, Problem
 __all__ = [
     "DTYPES",
     "KINDS",
+    "WIDER",
     "is_array",
     "is_band",
     "is_small",
@@ -34,6 +35,7 @@ KINDS = {
     "causal": "causal",
     "short": "short (at most 512 keys)",
     "decode": "decoding",
+    "long decode": "decoding from beyond the caches",
     "grouped decode": "decoding with grouped heads",
     "small": "small (some 20 us)",
     "small decode": "small (some 20 us) decoding",
@@ -41,7 +43,11 @@ KINDS = {
 }
 """Each kind, and how it is called in a sentence before the dtype."""
 
+WIDER = {"long decode": "decode"}
+"""The kind whose figure counts where one has none. Such a kind is not calibrated: it takes long."""
+
 _SMALL, _SMALL_DECODE, _SMALL_TRAINING = 1 << 21, 1 << 18, 1 << 24
+_LONG_DECODE = 1 << 25  # keys and values of 128 MiB in float32, of which caches hold little
 _FEW_KEYS = 32
 
 _SHORT = 512
@@ -54,7 +60,8 @@ def kinds_beside(kind: str) -> tuple[str, ...]:
     >>> kinds_beside("train"), kinds_beside("dense")[0]
     (('train',), 'small decode')
     """
-    return ("train",) if kind == "train" else tuple(k for k in reversed(KINDS) if k != "train")
+    left_out = {"train", *WIDER}
+    return ("train",) if kind == "train" else tuple(k for k in reversed(KINDS) if k not in left_out)
 
 
 def kind_of(p: Problem) -> str:
@@ -63,6 +70,8 @@ def kind_of(p: Problem) -> str:
     >>> p = Problem(batch=1, q_len=1000, kv_len=1000, heads=8, kv_heads=8, head_dim=64)
     >>> kind_of(p), kind_of(p.with_(q_len=1, kv_heads=2)), kind_of(p.with_(head_dim=128))
     ('dense', 'grouped decode', 'wide')
+    >>> kind_of(p.with_(q_len=1)), kind_of(p.with_(q_len=1, kv_len=4000, batch=8))
+    ('decode', 'long decode')
     """
     _, t, s = p.class_sizes
     if trains(p):
@@ -70,12 +79,17 @@ def kind_of(p: Problem) -> str:
     if is_small(p):
         return "small decode" if t <= 16 < s else "small"
     if t <= 16 < s:
-        return "grouped decode" if p.gqa else "decode"
+        return "grouped decode" if p.gqa else "decode" if _is_cached(p) else "long decode"
     if p.mask is not None and p.mask.kinds - {"Full"} == {"Causal"}:
         return "causal"
     if s <= _SHORT:
         return "short"
     return "wide" if p.head_dim > 64 else "dense"
+
+
+def _is_cached(p: Problem) -> bool:
+    """Say whether caches hold much of the keys and values that a decoding call reads."""
+    return work_of(p) // p.class_sizes[1] < _LONG_DECODE
 
 
 def trains(p: Problem) -> bool:
