@@ -34,23 +34,15 @@ void every_row_once() {
   for (const int64_t row : {-256, 0, 2, 32, 64, 128, 160, 256, 512, 1024, 4096, 1 << 20}) {
     const int pages = pages_of_block(row);
     expect(pages >= 0 && int64_t{1} << pages <= kMostPages, "pages of rows of " + std::to_string(row));
-    std::vector<const char*> rows(kAheadBlock);
-    for (int64_t j = 0; j < kAheadBlock; ++j)
-      rows[static_cast<size_t>(j)] = reinterpret_cast<const char*>(j * row);
     std::set<int64_t> met;
     bool turns = true;
-    for (int64_t first = 0; first < kAheadBlock; first += 64) {
-      for (int64_t j = 0; j < 64; ++j) {
-        std::vector<const char*> numbers(kAheadBlock);
-        for (int64_t i = 0; i < kAheadBlock; ++i)
-          numbers[static_cast<size_t>(i)] = reinterpret_cast<const char*>(i);
-        met.insert(reinterpret_cast<int64_t>(Ahead<char>{numbers.data(), 0, first, pages}.of(j)));
-        const Ahead<char> fetched{rows.data(), 0, first, pages};
-        const int64_t apart = j == 0 ? kPageBytes : std::abs(fetched.of(j) - fetched.of(j - 1));
-        turns &= pages == 0 || apart > kPageBytes / 2;
-      }
+    for (int64_t j = 0; j < kAheadBlock; ++j) {
+      met.insert(in_turn(j, pages));
+      const int64_t apart = j == 0 ? 0 : std::abs(in_turn(j, pages) - in_turn(j - 1, pages)) * row;
+      turns &= pages == 0 || j == 0 || apart > kPageBytes / 2;
     }
-    expect(met.size() == kAheadBlock, "rows of a block, once each, of " + std::to_string(row) + " bytes");
+    expect(met.size() == kAheadBlock && *met.begin() == 0 && *met.rbegin() == kAheadBlock - 1,
+           "rows of a block, once each, of " + std::to_string(row) + " bytes");
     expect(turns, "neighbours in the order lie in one page, of rows of " + std::to_string(row) + " bytes");
   }
 }

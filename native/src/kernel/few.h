@@ -329,8 +329,8 @@ inline void few_values(const float* p, int64_t p_row, const T* const* values_at,
     const auto columns_of = [&](auto vectors) {
       constexpr int V = vectors.value;
       for (; done + V * S::kLanes <= dim; done += V * S::kLanes) {
-        few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole, ahead.from(0, done),
-                                         sums + done, columns);
+        few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole,
+                                         Ahead<T>{ahead.rows, ahead.offset + done}, sums + done, columns);
       }
     };
     if constexpr (R < 4) columns_of(std::integral_constant<int, 8>());
@@ -347,8 +347,8 @@ inline void few_values(const float* p, int64_t p_row, const T* const* values_at,
     for (int r = 0; r < R; r += kAtOnce) {
       const bool fetches = ahead.here() && r == 0;
       few_value_rows<S, U, T, kAtOnce, N>(p + r * p_row + j / U::kValues, p_row, rows, true,
-                                          ahead.from(j, done).where(fetches), dim - done,
-                                          sums + r * columns + done, columns);
+                                          Ahead<T>{fetches ? ahead.rows + j : nullptr, ahead.offset + done},
+                                          dim - done, sums + r * columns + done, columns);
     }
   }
   for (; j < keys; j += U::kValues) {

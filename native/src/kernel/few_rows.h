@@ -47,9 +47,9 @@ class FewRows {
     const int64_t some = pages ? kAheadBlock : smaller(keys.high - keys.low, ahead(count));
     locate(a_, a_.k, items[0].q, keys.low, keys.low + some, rows);
     const int places = pages ? pages_of_block(a_.k.row * int64_t{sizeof(C)}) : 0;
-    const Ahead<C> all{rows, items[0].kv_head * a_.k.head, 0, places};
-    const int64_t more = (count - 1) * a_.k.head;
-    for (int64_t j = 0; j < some; ++j) prefetch_row<S::kFetchHint>(all.of(j), more + a_.head_dim);
+    const int64_t offset = items[0].kv_head * a_.k.head, more = (count - 1) * a_.k.head;
+    for (int64_t j = 0; j < some; ++j)
+      prefetch_row<S::kFetchHint>(rows[in_turn(j, places)] + offset, more + a_.head_dim);
   }
 
   // Probabilities of keys that lie within keys[i] and within `begin` to `end` - 1, in the scores of item i
@@ -79,6 +79,7 @@ class FewRows {
            reinterpret_cast<const C**>(w.keys_at));
     locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, last, more,
            reinterpret_cast<const C**>(w.values_at));
+    if (fetching == Fetching::pages) order_pages(w);
     if constexpr (kCoded<C>) {
       for (int i = 0; i < count; ++i) {
         Workspace own = w.of(d_, i);
@@ -92,7 +93,7 @@ class FewRows {
       const Workspace& own = owns[i];
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
-      const Ahead<C> next = behind(at, place, offset, a_.k.row, fetching, count);
+      const Ahead<C> next = behind(at, w.next_keys, place, offset, fetching, count);
       by_few(own.strips[0].count, [&](auto rows, int r) {
         scores<rows.value>(own.q + r * d_.q_units, at, offset, here, next.where(r == 0),
                            own.key_scales + place, own.scores + r * kScoreRow + tile.first + from);
@@ -118,7 +119,7 @@ class FewRows {
       const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + place;
       const float* p = own.scores + (tile.first + from) / U::kValues;
       const int64_t offset = items[i].kv_head * a_.v.head;
-      const Ahead<C> next = behind(at, place, offset, a_.v.row, fetching, count);
+      const Ahead<C> next = behind(at, w.next_values, place, offset, fetching, count);
       by_few(own.strips[0].count, [&](auto rows, int r) {
         constexpr int R = rows.value;
         const Ahead<C> fetched = next.where(r == 0);
@@ -146,20 +147,26 @@ class FewRows {
     return count > 1 ? smaller<int64_t>(kTurn<S>, kAhead) : kAhead;
   }
 
+  // What a whole chunk fetches, by pages.
+  void order_pages(Workspace& w) const {
+    order_by_pages(reinterpret_cast<const C* const*>(w.keys_at), a_.k.row * int64_t{sizeof(C)},
+                   reinterpret_cast<const C**>(w.next_keys));
+    order_by_pages(reinterpret_cast<const C* const*>(w.values_at), a_.v.row * int64_t{sizeof(C)},
+                   reinterpret_cast<const C**>(w.next_values));
+  }
+
   // Whether some keys of `count` items are fetched from several pages in turn. Of several heads that lie side by
   // side rows are in several pages anyway, and codes of fp8 are computed more slowly than they are read.
   static bool by_pages(int count, int64_t keys) {
     return S::kPagesInTurn && pages_in_turn && !std::is_same_v<C, F8> && count == 1 && keys >= kChunkKeys;
   }
 
-  // What is fetched while keys are met that lie at `at`, number `place` of a chunk, whose rows are `row` elements
-  // apart.
-  static Ahead<C> behind(const C* const* at, int64_t place, int64_t offset, int64_t row, Fetching fetching,
-                         int count) {
+  // What is fetched while rows are met that lie at `at`, number `place` of a chunk; `next`: of its rows, by pages.
+  static Ahead<C> behind(const C* const* at, const void* const* next, int64_t place, int64_t offset,
+                         Fetching fetching, int count) {
     if (fetching == Fetching::nothing) return {nullptr, 0};
     if (fetching == Fetching::rows) return {at + ahead(count), offset};
-    const int64_t first = place % kAheadBlock;
-    return {at - first + kAheadBlock, offset, first, pages_of_block(row * int64_t{sizeof(C)})};
+    return {reinterpret_cast<const C* const*>(next) + place, offset};
   }
 
   // Scores of R rows, with the keys' scales in them.

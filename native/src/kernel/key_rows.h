@@ -19,19 +19,10 @@ template <class T>
 struct Ahead {
   const T* const* rows;
   int64_t offset;
-  // Of a block: the number of the first key in it, and of the places where rows are taken in turn, as a power of
-  // two. One place: in their order.
-  int64_t first = 0;
-  int places = 0;
 
   bool here() const { return rows != nullptr; }
-  const T* of(int64_t j) const {
-    const int64_t i = first + j, place = i & ((int64_t{1} << places) - 1);
-    return rows[place * (kAheadBlock >> places) + (i >> places)] + offset;
-  }
-  Ahead where(bool wanted) const { return {wanted ? rows : nullptr, offset, first, places}; }
-  // From another key and element on.
-  Ahead from(int64_t key, int64_t element) const { return {rows, offset + element, first + key, places}; }
+  const T* of(int64_t j) const { return rows[j] + offset; }
+  Ahead where(bool wanted) const { return {wanted ? rows : nullptr, offset}; }
 };
 
 // In how many pages the rows of a block lie, as a power of two; `row`: bytes from one to the next.
@@ -40,6 +31,21 @@ inline int pages_of_block(int64_t row) {
   while (int64_t{2} << power <= kMostPages && (int64_t{2} << power) * kPageBytes <= kAheadBlock * row)
     ++power;
   return power;
+}
+
+// The j-th row of a block where those of its pages are taken in turn.
+POLYATTN_INLINE int64_t in_turn(int64_t j, int pages) {
+  return (j & ((int64_t{1} << pages) - 1)) * (kAheadBlock >> pages) + (j >> pages);
+}
+
+// order[j] = what is fetched while row j of a whole chunk is met: a row of the next block. `row`: as above.
+template <class T>
+inline void order_by_pages(const T* const* rows, int64_t row, const T** order) {
+  const int pages = pages_of_block(row);
+  for (int64_t block = 0; block < kChunkKeys; block += kAheadBlock) {
+    for (int64_t j = 0; j < kAheadBlock; ++j)
+      order[block + j] = rows[block + kAheadBlock + in_turn(j, pages)];
+  }
 }
 
 // The rows of keys `begin` to `end` - 1 of the first head.

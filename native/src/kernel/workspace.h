@@ -13,9 +13,9 @@ struct Workspace {
   RowStates state;
   uint64_t* words;
   Strip* strips;
-  const void **keys_at, **values_at;  // for few rows
-  float *key_scales, *value_scales;   // for few rows of keys that are codes
-  float* decoded;                     // of such keys, a tile's rows
+  const void **keys_at, **values_at, **next_keys, **next_values;  // for few rows
+  float *key_scales, *value_scales;                               // for few rows of keys that are codes
+  float* decoded;                                                 // of such keys, a tile's rows
 
   static size_t layout(const Arguments& a, const Division& d, int64_t k_units, float* base, Workspace* w) {
     MemoryParts parts(base);
@@ -37,14 +37,16 @@ struct Workspace {
     Strip* strips = reinterpret_cast<Strip*>(take(sizeof(Strip) / 4 * kMostStrips));
     const void** keys_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
     const void** values_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
+    const void** next_keys = reinterpret_cast<const void**>(take(size_t(kChunkKeys) * 2));
+    const void** next_values = reinterpret_cast<const void**>(take(size_t(kChunkKeys) * 2));
     const bool coded = a.quantised.codes != Codes::none;
     float* key_scales = take(coded ? items * size_t(d.kept * kTile) : 0);
     float* value_scales = take(coded ? items * size_t(kChunkKeys) : 0);
     float* decoded = take(coded ? size_t(kTile * larger(a.head_dim, a.value_dim)) : 0);
     const RowStates state{maximum, sum};
     if (w) {
-      *w = {q,     k,      v,       cleaned,   scores,     out,          state,
-            words, strips, keys_at, values_at, key_scales, value_scales, decoded};
+      *w = {q,      k,       v,         cleaned,   scores,      out,        state,        words,
+            strips, keys_at, values_at, next_keys, next_values, key_scales, value_scales, decoded};
     }
     return parts.bytes();
   }
