@@ -42,6 +42,8 @@ pytestmark = pytest.mark.skipif(
 DENSE = Problem(batch=1, q_len=1024, kv_len=1024, heads=8, kv_heads=8, head_dim=64)
 DECODE = DENSE.with_(q_len=1, kv_len=4096)
 UNKNOWN = Machine("Nobody", 1, "avx2", "2.13", 2, "avx2")
+BESIDE = [kind for kind in reversed(KINDS) if kind not in ("train", "long decode")]
+LONG = DECODE.with_(batch=8)
 
 
 class StandIn:
@@ -139,9 +141,12 @@ def test_an_unknown_machine_is_calibrated_once_for_a_dtype(prober: StandIn) -> N
     assert found.reason == (
         "1.4 x torch's kernel on dense float32 problems (1.4 - 1.4), measured here (calibration)"
     )
-    assert prober.asked == [("float32", kind) for kind in reversed(KINDS) if kind != "train"]
+    assert prober.asked == [("float32", kind) for kind in BESIDE]
     assert "native_cpu: 0.7 x torch's kernel on decoding" in chosen(DECODE).reason
-    assert chosen(DECODE).backend == "sdpa_flash" and len(prober.asked) == len(KINDS) - 1
+    assert chosen(DECODE).backend == "sdpa_flash" and len(prober.asked) == len(BESIDE)
+    found = chosen(LONG)  # goes by what is known of decoding
+    assert found.backend == "sdpa_flash" and "0.7 x torch's kernel" in found.reason
+    assert len(prober.asked) == len(BESIDE)
     prober.asked.clear()
     chosen(DENSE.with_(dtype="bfloat16", grad=True))
     assert prober.asked == [("bfloat16", "train")]
@@ -149,7 +154,7 @@ def test_an_unknown_machine_is_calibrated_once_for_a_dtype(prober: StandIn) -> N
 
 def test_a_later_process_reads_what_is_kept(prober: StandIn, cache: Path) -> None:
     first = chosen().reason
-    assert len(kept_rows()) == 2 * (len(KINDS) - 1)
+    assert len(kept_rows()) == 2 * len(BESIDE)
     as_in_a_new_process()
     prober.asked.clear()
     assert chosen().reason == first and prober.asked == []
@@ -168,7 +173,7 @@ def test_an_export_and_an_import_carry_it(prober: StandIn, tmp_path: Path) -> No
     first = chosen().reason
     lookup.table().export_json(tmp_path / "times.json")
     lookup.table().forget()
-    assert lookup.table().import_json(tmp_path / "times.json") == 2 * (len(KINDS) - 1)
+    assert lookup.table().import_json(tmp_path / "times.json") == 2 * len(BESIDE)
     as_in_a_new_process()
     prober.asked.clear()
     assert chosen().reason == first and prober.asked == []
@@ -292,7 +297,7 @@ def test_a_busy_machine_gives_torch_s_choice_and_is_not_kept(prober: StandIn) ->
     of_machine.kept._tries = {
         key: (count, -1e9) for key, (count, _) in of_machine.kept._tries.items()
     }
-    assert chosen().backend == "native_cpu" and len(kept_rows()) == 2 * (len(KINDS) - 1)
+    assert chosen().backend == "native_cpu" and len(kept_rows()) == 2 * len(BESIDE)
 
 
 def test_it_is_tried_a_few_times_only(prober: StandIn) -> None:
@@ -401,13 +406,13 @@ def test_two_threads_at_once_calibrate_once_and_nobody_waits(prober: StandIn) ->
     go_on.set()
     first.join()
     assert found[0].backend == chosen().backend == "native_cpu"
-    assert len(prober.asked) == len(KINDS) - 1
+    assert len(prober.asked) == len(BESIDE)
 
 
 def test_the_rows_are_shown_like_others(prober: StandIn, capsys: Any) -> None:
     chosen()
     assert main(["--show", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert len(rows) == 2 * (len(KINDS) - 1) and all(row["verified"] for row in rows)
+    assert len(rows) == 2 * len(BESIDE) and all(row["verified"] for row in rows)
     assert main(["--show"]) == 0
     assert "calibration" in capsys.readouterr().out
