@@ -7,7 +7,7 @@
 namespace polyattn {
 namespace {
 
-bool is_intel() {
+bool is_intel() noexcept {
 #if defined(__x86_64__)
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid(0, &eax, &ebx, &ecx, &edx) != 0 && ebx == signature_INTEL_ebx;

@@ -341,7 +341,8 @@ def test_units_that_stay_need_their_files_no_more(use: str, tmp_path: Path) -> N
     with away(model, tmp_path) as handle:
         plan = handle.plan
     first, *others = plan.units
-    staying = dataclasses.replace(plan, units=(dataclasses.replace(first, tier="resident"), *others))
+    first = dataclasses.replace(first, tier="resident")
+    staying = dataclasses.replace(plan, units=(first, *others))
     with away(model, tmp_path, plan=staying) as handle:
         USES[use](model, handle)
         if use == "deepcopy":
