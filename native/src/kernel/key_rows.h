@@ -68,8 +68,8 @@ inline void locate(const Arguments& a, const Array& x, const Sequence& q, int64_
   }
 }
 
-// The rows of some keys of `now`, repeats of the last up to a whole vector, and behind these, if `fetches`, what
-// is worth fetching meanwhile: rows of `next` from key `after` on, repeated as far as `ahead`; 0: nothing.
+// The rows of some keys of `now`, repeats of the last up to a whole vector, and behind these `ahead` ones, if any,
+// that are worth fetching meanwhile: rows of `next` from key `after` on, then repeats.
 template <class T>
 inline void locate(const Arguments& a, const Array& now, const Array& next, const Sequence& q, int64_t begin,
                    int64_t end, int64_t after, int64_t last, int64_t ahead, const T** rows) {
