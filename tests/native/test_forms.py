@@ -43,7 +43,7 @@ ZEN_4 = {"avx512bf16": 225.5, "avx512": 114.5}
         (("neon", "generic"), {}, "neon", "no bfloat16 products"),
         (("generic",), {}, "generic", "no bfloat16 products"),
         (TILES, GRANITE_RAPIDS, "amx", "pairs in tiles of AMX: 3622 GF/s a thread, pairs in"),
-        (TILES, GRANITE_RAPIDS, "amx", "avx512bf16 121, float32 in avx512 242; few rows keep"),
+        (TILES, GRANITE_RAPIDS, "amx", "avx512bf16 121, float32 in avx512 242; one or two rows in"),
         (TILES, {"avx512bf16": 100.0, "avx512": 9.0, "amx": 114.0}, "avx512bf16", "AMX 114"),
     ],
 )
@@ -178,9 +178,9 @@ def other_form(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     settings.reload()
     other = module.isas()[1]
     monkeypatch.setattr(forms, "_found", Form(other, "its peak is higher"))
-    forms._for_many_rows.cache_clear()
+    forms._place.cache_clear()
     yield other
-    forms._for_many_rows.cache_clear()
+    forms._place.cache_clear()
     monkeypatch.undo()
     settings.reload()
 

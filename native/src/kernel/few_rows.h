@@ -10,14 +10,11 @@
 #include "kernel/few.h"
 #include "kernel/few_bytes.h"
 #include "kernel/few_quarters.h"
+#include "kernel/few_tiles.h"
 #include "kernel/workspace.h"
 #include "memory_habits.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
-
-// Keys that an item meets before it is the next one's turn.
-template <class S>
-constexpr int kTurn = S::kLanes > 8 ? 16 : 8;
 
 // What items fetch while they meet keys: rows so many ahead, or the next block's, of several pages in turn.
 enum class Fetching { nothing, rows, pages };
@@ -30,6 +27,9 @@ class FewRows {
 
   // Row r of an item of `rows`, whose queries begin at `to`.
   void pack_query(const T* row, float* to, int r, int rows) const {
+    if constexpr (kTiles) {
+      if (in_tiles(rows)) return pack_column<S, U>(row, a_.head_dim, to, r);
+    }
     if constexpr (kBytes) {
       if (bytes()) return pack_bytes<S>(row, a_.head_dim, units_.of_queries(), to, d_.q_units, r);
     }
@@ -54,9 +54,10 @@ class FewRows {
 
   // Probabilities of keys that lie within keys[i] and within `begin` to `end` - 1, in the scores of item i
   // of `count`; its older sums shrink to the new maxima. visits[i] tells of which keys. `careful`: what is
-  // masked is 0 also where its scale is not finite. Returns what is fetched ahead of its use.
-  Fetching probabilities(Workspace& w, const Item* items, const Span* keys, int count, int64_t begin,
-                         int64_t end, bool careful, Visit* visits) const {
+  // masked is 0 also where its scale is not finite. `goes_on`: the keys behind keys[i] are met next. Returns what is
+  // fetched ahead of its use.
+  Fetching probabilities(Workspace& w, const Item* items, const Span* keys, int count, bool goes_on,
+                         int64_t begin, int64_t end, bool careful, Visit* visits) const {
     int64_t last = begin;
     int tiles = 0;
     for (int i = 0; i < count; ++i) {
@@ -77,7 +78,7 @@ class FewRows {
     const int64_t more = fetching == Fetching::pages ? kAheadBlock : fetches ? kAheadCodes : 0;
     locate(a_, a_.k, a_.v, items[0].q, begin, stop, begin, stop, more,
            reinterpret_cast<const C**>(w.keys_at));
-    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, last, more,
+    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, goes_on ? items[0].q.kv_len : last, more,
            reinterpret_cast<const C**>(w.values_at));
     if (fetching == Fetching::pages) order_pages(w);
     if constexpr (kCoded<C>) {
@@ -89,14 +90,25 @@ class FewRows {
     }
     Workspace owns[kMostTogether];
     for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
-    walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
+    walk(visits, count, begin, [&](int i, int n, int64_t from, int64_t here) {
       const Workspace& own = owns[i];
+      const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
       const Ahead<C> next = behind(at, w.next_keys, place, offset, fetching, count);
-      by_few(own.strips[0].count, [&](auto rows, int r) {
+      float* const to = own.scores + tile.first + from;
+      const int count_of_rows = own.strips[0].count;
+      if constexpr (kTiles) {
+        if (in_tiles(count_of_rows)) {
+          FewTiles<S, U, C> products;  // its memory is not cleared
+          const FewKeys<C> met = tile_keys(a_.k, at, offset, here, next);
+          products.scores(own.q, count_of_rows, met, a_.head_dim, to, kScoreRow);
+          return scale(to, own.key_scales + place, here, count_of_rows);
+        }
+      }
+      by_few(count_of_rows, [&](auto rows, int r) {
         scores<rows.value>(own.q + r * d_.q_units, at, offset, here, next.where(r == 0),
-                           own.key_scales + place, own.scores + r * kScoreRow + tile.first + from);
+                           own.key_scales + place, to + r * kScoreRow);
       });
     });
     for (int i = 0; i < count; ++i) {
@@ -108,34 +120,41 @@ class FewRows {
     return fetching;
   }
 
-  // Adds the values to the items' sums, after probabilities(), which says what they fetch.
+  // Adds the values to the items' sums, after probabilities(), which says what they fetch. `careful`: as there, for
+  // values in tiles.
   void values(Workspace& w, const Item* items, const Visit* visits, int count, int64_t begin,
-              Fetching fetching) const {
+              Fetching fetching, bool careful = false) const {
     Workspace owns[kMostTogether];
     for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
-    walk(visits, count, begin, [&](int i, const Tile& tile, int64_t from, int64_t here) {
+    walk(visits, count, begin, [&](int i, int n, int64_t from, int64_t here) {
       const Workspace& own = owns[i];
+      const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - begin + from;
       const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + place;
       const float* p = own.scores + (tile.first + from) / U::kValues;
       const int64_t offset = items[i].kv_head * a_.v.head;
       const Ahead<C> next = behind(at, w.next_values, place, offset, fetching, count);
-      by_few(own.strips[0].count, [&](auto rows, int r) {
-        constexpr int R = rows.value;
-        const Ahead<C> fetched = next.where(r == 0);
-        const float* some = p + r * kScoreRow;
-        float* out = own.out + r * d_.v_columns;
-        if constexpr (kBytes) {
-          if (bytes())
-            return few_byte_values<S, R>(some, kScoreRow, at, offset, here, fetched, a_.value_dim, out,
-                                         d_.v_columns);
+      if constexpr (kTiles) {
+        if (in_tiles(own.strips[0].count)) {
+          const uint64_t* words = careful && visits[i].mixed[n] ? own.words + int64_t{n} * kRows : nullptr;
+          return tile_values(own, p, careful, words, tile_keys(a_.v, at, offset, here, next));
         }
-        few_values<S, U, C, R>(some, kScoreRow, at, offset, here, fetched, a_.value_dim, out, d_.v_columns);
+      }
+      by_few(own.strips[0].count, [&](auto rows, int r) {
+        row_values<rows.value>(p + r * kScoreRow, at, offset, here, next.where(r == 0),
+                               own.out + r * d_.v_columns);
       });
     });
   }
 
+  // Whether an item of so many rows meets keys in tiles, whose products take the same time for one row and for all.
+  static bool in_tiles(int64_t rows) { return kTiles && rows > 2; }
+
  private:
+  static constexpr bool kTiles = kFewInTiles<U, C>;
+  // Keys that an item meets before it is the next one's turn, of several.
+  static constexpr int kTurn = kTiles ? 32 : S::kLanes > 8 ? 16 : 8;
+
   // Codes that may be multiplied as bytes; whether a call's are.
   static constexpr bool kBytes = std::is_same_v<C, int8_t> && U::kValues == 1 && MultipliesBytes<S>;
   bool bytes() const { return !a_.quantised.exact && a_.head_dim <= kMostOfPlanes; }
@@ -144,7 +163,7 @@ class FewRows {
   static constexpr int64_t ahead(int count) {
     constexpr int64_t kAhead = kCoded<C> ? kAheadCodes : S::kAheadRows;
     static_assert(kAhead <= kAheadCodes && S::kLanes <= kRowsAtOnce);  // so many rows are located
-    return count > 1 ? smaller<int64_t>(kTurn<S>, kAhead) : kAhead;
+    return count > 1 ? smaller<int64_t>(kTurn, kAhead) : kAhead;
   }
 
   // What a whole chunk fetches, by pages.
@@ -183,9 +202,41 @@ class FewRows {
     } else {
       few_scores<S, U, C, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, to, kScoreRow);
     }
+    scale(to, scales, keys, R);
+  }
+
+  static POLYATTN_INLINE void scale(float* scores, const float* scales, int64_t keys, int rows) {
     if constexpr (kCoded<C>) {
-      for (int r = 0; r < R; ++r) scale_columns<S>(to + r * kScoreRow, scales, keys);
+      for (int r = 0; r < rows; ++r) scale_columns<S>(scores + r * kScoreRow, scales, keys);
     }
+  }
+
+  // The values of some keys into the sums of R rows.
+  template <int R>
+  POLYATTN_INLINE void row_values(const float* p, const C* const* at, int64_t offset, int64_t keys,
+                                  Ahead<C> ahead, float* out) const {
+    if constexpr (kBytes) {
+      if (bytes())
+        return few_byte_values<S, R>(p, kScoreRow, at, offset, keys, ahead, a_.value_dim, out, d_.v_columns);
+    }
+    few_values<S, U, C, R>(p, kScoreRow, at, offset, keys, ahead, a_.value_dim, out, d_.v_columns);
+  }
+
+  // The same in tiles for all rows; each by itself where `words` say what it sees of a tile.
+  void tile_values(const Workspace& own, const float* p, bool careful, const uint64_t* words,
+                   const FewKeys<C>& values) const {
+    FewTiles<S, U, C> products;
+    const auto some = [&](int r, int rows, uint64_t seen) {
+      products.values(p + r * kScoreRow, kScoreRow, rows, values, Care{careful, seen}, a_.value_dim,
+                      own.out + r * d_.v_columns, d_.v_columns);
+    };
+    const int rows = own.strips[0].count;
+    if (!words) return some(0, rows, ~uint64_t{0});
+    for (int r = 0; r < rows; ++r) some(r, 1, words[r]);
+  }
+  FewKeys<C> tile_keys(const Array& x, const C* const* at, int64_t offset, int64_t keys,
+                       Ahead<C> ahead) const {
+    return {at, offset, x.row, a_.pages.table != nullptr, int(keys), ahead};
   }
 
   // The values' scales into the probabilities.
@@ -219,10 +270,10 @@ class FewRows {
     }
   }
 
-  // Calls `each` for all visited tiles in turn: with an item, a tile, the first of its keys and how many.
+  // Calls `each` for all visited tiles in turn: with an item, a tile's number, the first of its keys and how many.
   template <class Each>
   static POLYATTN_INLINE void walk(const Visit* visits, int count, int64_t begin, Each each) {
-    const int turn = count > 1 ? kTurn<S> : kTile;
+    const int turn = count > 1 ? kTurn : kTile;
     int at[kMostTogether] = {};
     for (int64_t j = begin; j < begin + kChunkKeys; j += kTile) {
       int keys = 0;
@@ -236,7 +287,7 @@ class FewRows {
         for (int i = 0; i < count; ++i) {
           if (at[i] >= visits[i].tiles) continue;
           const Tile& tile = visits[i].tile[at[i]];
-          if (tile.j0 == j && from < tile.keys) each(i, tile, from, smaller(tile.keys - from, turn));
+          if (tile.j0 == j && from < tile.keys) each(i, at[i], from, smaller(tile.keys - from, turn));
         }
       }
     }

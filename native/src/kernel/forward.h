@@ -23,13 +23,20 @@ class Forward {
     if (self.d_.items == 0) return true;
     const int64_t tasks = self.tasks();
     if (self.d_.splits > 1 && !self.make_parts()) return false;
-    parallel(worthwhile(a, tasks), [](void* p, int) { static_cast<Forward*>(p)->work(); }, &self);
+    self.threads_ = worthwhile(a, tasks);
+    parallel(self.threads_, [](void* p, int) { static_cast<Forward*>(p)->work(); }, &self);
     __builtin_free(self.memory_);
     return !self.failed_;
   }
 
  private:
-  explicit Forward(const Arguments& a) : a_(a), d_(divide<S, U>(a)), item_(a, d_) {}
+  explicit Forward(const Arguments& a) : a_(a), d_(divide<S, U>(a)), item_(a, d_), along_(along(a, d_)) {}
+
+  // Whether a thread goes along the keys, from one part to the next. Not where heads lie side by side that do not
+  // walk together: neighbouring heads' parts are neighbours in memory then.
+  static bool along(const Arguments& a, const Division& d) {
+    return d.splits > 1 && rows_of_head(a) <= kFewRows && (d.together > 1 || a.k.head > a.k.row);
+  }
 
   int64_t tasks() const { return a_.batch * d_.tasks_per_batch * d_.splits; }
 
@@ -57,26 +64,42 @@ class Forward {
     Workspace w;
     Workspace::layout(a_, d_, item_.k_units(), base, &w);
     const int64_t tasks = this->tasks(), groups = tasks / d_.splits;
-    for (;;) {
-      const int64_t task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
-      if (task >= tasks) return;
-      // parts of neighbouring heads side by side: their rows may lie so
-      d_.together == 1 ? alone(w, task % groups, task / groups) : together(w, task % groups, task / groups);
+    for (int64_t task, end; take(tasks, &task, &end);) {
+      for (const int64_t first = task; task < end; ++task) {
+        const int64_t split = along_ ? task % d_.splits : task / groups;
+        const Part part{split, d_.splits, along_ && task > first && split > 0,
+                        along_ && task + 1 < end && split + 1 < d_.splits};
+        const int64_t group = along_ ? task / d_.splits : task % groups;
+        d_.together == 1 ? alone(w, group, part) : together(w, group, part);
+      }
     }
   }
 
-  void alone(Workspace& w, int64_t number, int64_t split) {
+  // The next tasks, of which the first ones come many at a time where they are parts of the same keys; false if
+  // there are none left.
+  bool take(int64_t tasks, int64_t* first, int64_t* end) {
+    int64_t count = 1;
+    if (along_) {
+      const int64_t left = tasks - __atomic_load_n(&next_, __ATOMIC_RELAXED);
+      count = larger<int64_t>(left / (int64_t{2} * threads_), 1);
+    }
+    *first = __atomic_fetch_add(&next_, count, __ATOMIC_RELAXED);
+    *end = smaller(*first + count, tasks);
+    return *first < tasks;
+  }
+
+  void alone(Workspace& w, int64_t number, const Part& part) {
     Item item;
     if (!open_item(a_, d_, number, w.strips, &item)) return;
     if (item_.by_strips(item)) {
       if (!item_.attend_by_strips(w, item, false) && a_.terms > 0) item_.attend_by_strips(w, item, true);
       return;
     }
-    item_.attend(w, item, split, d_.splits, false);
-    end(w, item, number, split);
+    item_.attend(w, item, part, false);
+    end(w, item, number, part.split);
   }
 
-  void together(Workspace& w, int64_t group, int64_t split) {
+  void together(Workspace& w, int64_t group, const Part& part) {
     const int64_t per_batch = d_.items / a_.batch, inner = group % d_.tasks_per_batch * d_.together;
     const int64_t first = group / d_.tasks_per_batch * per_batch + inner;
     const int count = int(smaller(d_.together, per_batch - inner));
@@ -84,18 +107,18 @@ class Forward {
     for (int i = 0; i < count; ++i) {
       if (!open_item(a_, d_, first + i, w.strips + i, items + i)) return;
     }
-    item_.attend_together(w, items, count, split, d_.splits);
+    item_.attend_together(w, items, count, part);
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
-      end(own, items[i], first + i, split);
+      end(own, items[i], first + i, part.split);
     }
   }
 
   // What remains to do where a part of an item, or all of it, was attended to.
   void end(Workspace& w, const Item& item, int64_t number, int64_t split) {
     if (d_.splits == 1) {
-      if (item_.finish(w, item, false) || a_.terms == 0) return;
-      item_.attend(w, item, 0, 1, true);
+      if (item_.finish(w, item, false) || !item_.doubtful(item)) return;
+      item_.attend(w, item, Part{0, 1}, true);
       item_.finish(w, item, true);
       return;
     }
@@ -103,9 +126,9 @@ class Forward {
     const int done = __atomic_add_fetch(&parts_.done[number], 1, __ATOMIC_ACQ_REL);
     if (done < d_.splits) return;
     merge(w, item, number);
-    if (item_.finish(w, item, false) || a_.terms == 0) return;
+    if (item_.finish(w, item, false) || !item_.doubtful(item)) return;
     for (int64_t i = 0; i < d_.splits; ++i) {
-      item_.attend(w, item, i, d_.splits, true);
+      item_.attend(w, item, Part{i, d_.splits}, true);
       keep(w, item, number * d_.splits + i);
     }
     merge(w, item, number);
@@ -150,6 +173,8 @@ class Forward {
   const Arguments& a_;
   const Division d_;
   const ForwardItem<S, U, T, C> item_;
+  const bool along_;
+  int threads_ = 1;
   Parts parts_;
   float* memory_ = nullptr;
   int64_t next_ = 0;

@@ -8,6 +8,13 @@
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
+// Which part of an item's keys is run, of how many; and whether the same thread ran the one before it, or runs the
+// next one: what few rows read first was fetched then, or may be.
+struct Part {
+  int64_t split, splits;
+  bool follows = false, goes_on = false;
+};
+
 // T: of queries and outputs; C: of keys and values as they are stored.
 template <class S, class U, class T, class C>
 class ForwardItem {
@@ -18,13 +25,13 @@ class ForwardItem {
   Scores scores() const { return units_.kind; }
   int64_t k_units() const { return strip_.k_units(); }
 
-  // Runs an item over one of `splits` parts of its keys; leaves sums in w.out and w.state.
+  // Runs an item over a part of its keys; leaves sums in w.out and w.state.
   // `careful`: a masked value that is not finite would reach rows as 0 * NaN, so each row gets
   // values of its own in which what it does not see is 0; same products, same order.
-  void attend(Workspace& w, const Item& item, int64_t split, int64_t splits, bool careful) const {
-    const Span keys = part(w, item, split, splits);
+  void attend(Workspace& w, const Item& item, const Part& part, bool careful) const {
+    const Span keys = keys_of(w, item, part);
     if constexpr (kMeetsFew) {
-      if (few(item) && !keys.empty()) few_.fetch(&item, 1, keys);
+      if (few(item) && !keys.empty() && !part.follows) few_.fetch(&item, 1, keys);
     }
     begin(w, item);
     if (keys.empty()) return;
@@ -36,13 +43,16 @@ class ForwardItem {
       const int64_t end = smaller(next, keys.high);
       if constexpr (kMeetsFew) {
         if (few(item)) {
-          chunk_of_few(w, item, keys, j, end, careful);
+          chunk_of_few(w, item, keys, part.goes_on, j, end, careful);
           continue;
         }
       }
       chunk(w, item, j, end, careful);
     }
   }
+
+  // Whether an output that is NaN may be so for no other reason than how it was computed.
+  bool doubtful(const Item& item) const { return a_.terms > 0 || (few(item) && few_.in_tiles(item.rows)); }
 
   bool by_strips(const Item& item) const { return d_.by_strips && !few(item); }
 
@@ -64,16 +74,16 @@ class ForwardItem {
   }
 
   // The same for the first `count` items of a workspace, of few rows, which walk over their keys together.
-  void attend_together(Workspace& w, const Item* items, int count, int64_t split, int64_t splits) const {
+  void attend_together(Workspace& w, const Item* items, int count, const Part& part) const {
     Span keys[kMostTogether], all{kUnbounded, 0};
     for (int i = 0; i < count; ++i) {
-      keys[i] = part(w.of(d_, i), items[i], split, splits);
+      keys[i] = keys_of(w.of(d_, i), items[i], part);
       if (keys[i].empty()) continue;
       all.low = smaller(all.low, keys[i].low / kTile * kTile);
       all.high = larger(all.high, keys[i].high);
     }
     if constexpr (kMeetsFew) {
-      if (!all.empty()) few_.fetch(items, count, all);
+      if (!all.empty() && !part.follows) few_.fetch(items, count, all);
     }
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
@@ -83,7 +93,8 @@ class ForwardItem {
       Visit visits[kMostTogether];
       if constexpr (kMeetsFew) {
         const int64_t end = smaller(j + kChunkKeys, all.high);
-        const Fetching fetching = few_.probabilities(w, items, keys, count, j, end, false, visits);
+        const Fetching fetching =
+            few_.probabilities(w, items, keys, count, part.goes_on, j, end, false, visits);
         few_.values(w, items, visits, count, j, fetching);
       }
     }
@@ -110,13 +121,13 @@ class ForwardItem {
       pack_strip(item, w.strips[i], w.q + int64_t{i} * kRows * d_.q_units);
   }
 
-  // The keys of one of `splits` parts of an item's.
-  Span part(const Workspace& w, const Item& item, int64_t split, int64_t splits) const {
+  Span keys_of(const Workspace& w, const Item& item, const Part& part) const {
     const Span all = item_span(w, item);
-    if (splits == 1 || all.empty()) return all;
-    const int64_t size = round_up(blocks_of(all.high - all.low, splits), kTile);
-    const int64_t first = all.low / kTile * kTile + split * size;
-    return {larger(all.low, first), split == splits - 1 ? all.high : smaller(all.high, first + size)};
+    if (part.splits == 1 || all.empty()) return all;
+    const int64_t size = round_up(blocks_of(all.high - all.low, part.splits), kTile);
+    const int64_t first = all.low / kTile * kTile + part.split * size;
+    const bool last = part.split == part.splits - 1;
+    return {larger(all.low, first), last ? all.high : smaller(all.high, first + size)};
   }
 
   void begin_rows(Workspace& w, int64_t rows) const {
@@ -186,12 +197,13 @@ class ForwardItem {
     }
   }
 
-  void chunk_of_few(Workspace& w, const Item& item, const Span& keys, int64_t begin, int64_t end,
-                    bool careful) const {
+  void chunk_of_few(Workspace& w, const Item& item, const Span& keys, bool goes_on, int64_t begin,
+                    int64_t end, bool careful) const {
     Visit visit;
-    const Fetching fetching = few_.probabilities(w, &item, &keys, 1, begin, end, careful, &visit);
+    const Fetching fetching = few_.probabilities(w, &item, &keys, 1, goes_on, begin, end, careful, &visit);
     // a code of int8 is never NaN, and probabilities have the scales in them
     if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, 1, begin, fetching);
+    if (few_.in_tiles(item.rows)) return few_.values(w, &item, &visit, 1, begin, fetching, true);
     for (int n = 0; n < visit.tiles; ++n) {
       const Tile& tile = visit.tile[n];
       auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };

@@ -151,6 +151,32 @@ struct PairSimd : Simd {
     }
   }
 
+  // The upper halves of 32-bit units as lower ones, and 0.
+  static POLYATTN_INLINE Vec lower_halves(Vec x) {
+    return _mm512_castsi512_ps(_mm512_srli_epi32(_mm512_castps_si512(x), 16));
+  }
+  // The first four columns of sixteen rows of sixteen.
+  static POLYATTN_INLINE void four_columns(const float* p, Vec (&x)[4]) {
+    Vec rows[4], two[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const auto four = [&](int quarter) { return _mm_loadu_ps(p + (4 * quarter + i) * 16); };
+      rows[i] = _mm512_insertf32x4(_mm512_castps128_ps512(four(0)), four(1), 1);
+      rows[i] = _mm512_insertf32x4(_mm512_insertf32x4(rows[i], four(2), 2), four(3), 3);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      two[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+      two[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m512d a = _mm512_castps_pd(two[i]), b = _mm512_castps_pd(two[i + 2]);
+      x[2 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      x[2 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  }
+
   // Units of the first n elements, no more than there are; the others are 0.
   static POLYATTN_INLINE Vec some_units(const BF16* p, int n) {
     return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32{1} << n) - 1, p));

@@ -163,6 +163,21 @@ struct Simd {
     for (int i = 0; i < 4; ++i) x[i] = y[i];
   }
 
+  // For tiles of a matrix unit; see simd_avx512bf16.h.
+  static POLYATTN_INLINE Vec lower_halves(Vec x) {
+    return each([&](int i) { return float_of(bits_of(x.x[i]) >> 16); });
+  }
+  static POLYATTN_INLINE void four_columns(const float* p, Vec (&x)[4]) {
+    for (int c = 0; c < 4; ++c) x[c] = each([&](int i) { return p[i * kLanes + c]; });
+  }
+  // Even and odd elements in their order.
+  static POLYATTN_INLINE void put_together(Vec& even, Vec& odd) {
+    const auto element = [&](int i) { return (i % 2 ? odd : even).x[i / 2]; };
+    const Vec low = each([&](int i) { return element(i); });
+    odd = each([&](int i) { return element(kLanes + i); });
+    even = low;
+  }
+
   // Codes as units of two bfloat16; see simd_avx512bf16.h.
   static POLYATTN_INLINE uint32_t eighth(F8 x) {
     return uint32_t(kEighths.bits[x.bits & 0x7f] | (x.bits & 0x80) << 8);

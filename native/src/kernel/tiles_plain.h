@@ -28,8 +28,14 @@ class PlainTiles {
 
   template <int kTile>
   void load(const float* p, int64_t row) {
+    load_rows<kTile>(p, row * int64_t{sizeof(float)});
+  }
+  template <int kTile>
+  void load_rows(const void* p, int64_t bytes) {
     if (!configured_) __builtin_trap();
-    for (int r = 0; r < kSide; ++r) std::memcpy(tile_[kTile] + r * kSide, p + r * row, sizeof(float) * kSide);
+    const char* const from = static_cast<const char*>(p);
+    for (int r = 0; r < kSide; ++r)
+      std::memcpy(tile_[kTile] + r * kSide, from + r * bytes, sizeof(float) * kSide);
   }
   template <int kTile>
   void store(float* p, int64_t row) const {

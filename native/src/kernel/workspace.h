@@ -21,8 +21,8 @@ struct Workspace {
     MemoryParts parts(base);
     const auto take = [&](size_t floats) { return parts.take(floats); };
     const size_t items = size_t(d.together);
-    const int64_t held = d.by_strips ? smaller<int64_t>(d.rows, kRows) : d.rows;  // rows at a time
-    float* q = take(items * size_t(held * d.q_units));
+    const int64_t held = d.by_strips ? smaller<int64_t>(d.rows, kRows) : d.rows;     // rows at a time
+    float* q = take(items * size_t(larger<int64_t>(held, kTileUnits) * d.q_units));  // see few_tiles.h
     float* k = take(size_t(d.kept * kTile * k_units));
     float* v = take(size_t(d.kept * kTile * d.v_columns));
     float* cleaned = take(size_t(kChunkKeys * d.v_columns));
@@ -55,7 +55,7 @@ struct Workspace {
   Workspace of(const Division& d, int i) const {
     Workspace own = *this;
     if (i == 0) return own;
-    own.q += i * d.rows * d.q_units;
+    own.q += i * larger<int64_t>(d.rows, kTileUnits) * d.q_units;
     own.out += i * d.rows * d.v_columns;
     own.state.maximum += i * round_up(d.rows, kRows);
     own.state.sum += i * round_up(d.rows, kRows);

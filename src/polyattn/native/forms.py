@@ -8,7 +8,8 @@ first bfloat16 problem comes for which it matters. AMX takes part if the operati
 process use it, which is asked then and not before.
 
 Few query rows, as in decoding, are bound by memory, and nothing is packed for them: what is
-converted once could not serve many rows. They keep the pairs.
+converted once could not serve many rows. They keep the pairs, but where AMX runs the others: its
+tiles take keys and values as they lie, and the kernels choose between these and pairs by the rows.
 """
 
 from __future__ import annotations
@@ -59,15 +60,17 @@ def isa_for(dtype: int, q_len: int, heads: int, kv_heads: int, sequences: int = 
     `dtype`: the extension's code. `sequences`: how many share the `q_len` rows of packed arrays.
     POLYATTN_NATIVE_ISA, where it names one, rules.
     """
-    if dtype != BFLOAT16 or few_rows(q_len, heads, kv_heads, sequences):
+    if dtype != BFLOAT16:
         return module.isa_index()
-    return _for_many_rows(settings.raw(settings.NATIVE_ISA))
+    few = few_rows(q_len, heads, kv_heads, sequences)
+    return _place(few, settings.raw(settings.NATIVE_ISA))
 
 
 @functools.lru_cache(maxsize=64)
-def _for_many_rows(variable: object) -> int:
+def _place(few: bool, variable: object) -> int:
     """Return the place of the form for bfloat16; found once for each value of the variable."""
-    return module.isas().index(for_bfloat16().name)
+    form = for_bfloat16().name
+    return module.isa_index() if few and form != AMX else module.isas().index(form)
 
 
 def few_rows(q_len: int, heads: int, kv_heads: int, sequences: int = 1) -> bool:
@@ -98,7 +101,8 @@ def chosen(here: Sequence[str], found: Mapping[str, float], refusal: str | None 
         rivals = [best, *others[1:]]
         told = ", ".join(f"{_means(name, best)} {found[name]:.0f}" for name in rivals)
         first = _means(others[0], best) if others[0] == AMX else _CONVERTED
-        why = f"{first}: {found[others[0]]:.0f} GF/s a thread, {told}; few rows keep {best}"
+        kept = f"one or two rows in {best}" if others[0] == AMX else f"few rows keep {best}"
+        why = f"{first}: {found[others[0]]:.0f} GF/s a thread, {told}; {kept}"
         return Form(others[0], why + without, dict(found))
     told = "".join(f", {_means(name, best)} {found[name]:.0f}" for name in others)
     why = f"pairs of bfloat16: {found[best]:.0f} GF/s a thread{told}"

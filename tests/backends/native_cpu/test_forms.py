@@ -34,10 +34,10 @@ def other_form(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.delenv("POLYATTN_NATIVE_ISA", raising=False)
     other = module.isas()[1]
     monkeypatch.setattr(forms, "_found", Form(other, "its peak is higher"))
-    forms._for_many_rows.cache_clear()
+    forms._place.cache_clear()
     settings.reload()
     yield other
-    forms._for_many_rows.cache_clear()
+    forms._place.cache_clear()
     monkeypatch.undo()
     settings.reload()
 
