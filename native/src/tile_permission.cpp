@@ -17,7 +17,7 @@ namespace {
 constexpr int kSupported = 0x1021, kPermitted = 0x1022, kRequest = 0x1023;
 constexpr int kTileData = 18;                        // the number of the state
 constexpr uint64_t kTileStates = uint64_t{3} << 17;  // the configuration's, the data's
-constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kOsXsave = 1u << 27;
+constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kOsXsave = 1u << 27;
 
 // Registers whose state the operating system saves.
 uint64_t saved_states() {
@@ -50,7 +50,8 @@ bool has_tiles() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kOsXsave) == 0) return false;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  if ((edx & kBf16) == 0 || (edx & kTile) == 0) return false;
+  constexpr unsigned kWanted = kBf16 | kTile | kInt8;
+  if ((edx & kWanted) != kWanted) return false;
   return (saved_states() & kTileStates) == kTileStates && holds_tile_data(ask_linux, kSupported);
 }
 

@@ -28,13 +28,19 @@ void fill(Bits& bits, uint32_t exponents, float* tile) {
   }
 }
 
+// Any bytes: codes, or sums of such products.
+void fill_bytes(Bits& bits, float* tile) {
+  uint8_t* const p = reinterpret_cast<uint8_t*>(tile);
+  for (int i = 0; i < 4 * kSums; ++i) p[i] = static_cast<uint8_t>(bits.next());
+}
+
 template <class Tiles>
-void multiply(const float* a, const float* b, float* sums) {
+void multiply(bool bytes, const float* a, const float* b, float* sums) {
   static Tiles tiles;
   tiles.template load<4>(a, 16);
-  tiles.template load<6>(b, 16);
+  tiles.template load_rows<6>(b, 64);
   tiles.template load<0>(sums, 16);
-  tiles.template dot<0, 4, 6>();
+  bytes ? tiles.template dot_bytes<0, 4, 6>() : tiles.template dot<0, 4, 6>();
   tiles.template store<0>(sums, 16);
 }
 
@@ -48,14 +54,21 @@ int64_t different_sums(int products) {
   int64_t different = 0;
   for (int n = 0; n < products; ++n) {
     const uint32_t exponents = n % 3 == 0 ? 0 : n % 3 == 1 ? 8 : 48;
-    fill(bits, exponents, a);
-    fill(bits, exponents, b);
-    for (int i = 0; i < kSums; ++i) {
-      if (n % 4 == 0) sums[i] = static_cast<float>(static_cast<int32_t>(bits.next() & 0xffff) - 0x8000) / 64;
-      twins[i] = sums[i];
+    const bool bytes = n % 5 == 4;
+    if (bytes) {
+      fill_bytes(bits, a);
+      fill_bytes(bits, b);
+      fill_bytes(bits, sums);
+    } else {
+      fill(bits, exponents, a);
+      fill(bits, exponents, b);
     }
-    multiply<tile_products::AmxTiles>(a, b, sums);
-    multiply<tile_products::PlainTiles>(a, b, twins);
+    for (int i = 0; i < kSums; ++i) {
+      if (n % 5 == 0) sums[i] = static_cast<float>(static_cast<int32_t>(bits.next() & 0xffff) - 0x8000) / 64;
+    }
+    __builtin_memcpy(twins, sums, sizeof sums);
+    multiply<tile_products::AmxTiles>(bytes, a, b, sums);
+    multiply<tile_products::PlainTiles>(bytes, a, b, twins);
     for (int i = 0; i < kSums; ++i) different += __builtin_memcmp(sums + i, twins + i, sizeof(float)) != 0;
   }
   return different;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernel/few.h"
+#include "kernel/few_byte_tiles.h"
 #include "kernel/few_bytes.h"
 #include "kernel/few_quarters.h"
 #include "kernel/few_tiles.h"
@@ -29,6 +30,10 @@ class FewRows {
   void pack_query(const T* row, float* to, int r, int rows) const {
     if constexpr (kTiles) {
       if (in_tiles(rows)) return pack_column<S, U>(row, a_.head_dim, to, r);
+    }
+    if constexpr (kByteTiles) {
+      if (bytes() && in_tiles(rows))
+        return FewByteTiles<S, U>::pack(row, a_.head_dim, units_.of_queries(), to, room(), r);
     }
     if constexpr (kBytes) {
       if (bytes()) return pack_bytes<S>(row, a_.head_dim, units_.of_queries(), to, d_.q_units, r);
@@ -106,6 +111,14 @@ class FewRows {
           return scale(to, own.key_scales + place, here, count_of_rows);
         }
       }
+      if constexpr (kByteTiles) {
+        if (bytes() && in_tiles(count_of_rows)) {
+          FewByteTiles<S, U> products;
+          const FewKeys<C> met = tile_keys(a_.k, at, offset, here, next);
+          return products.scores(own.q, room(), count_of_rows, met, a_.head_dim, own.key_scales + place, to,
+                                 kScoreRow);
+        }
+      }
       by_few(count_of_rows, [&](auto rows, int r) {
         scores<rows.value>(own.q + r * d_.q_units, at, offset, here, next.where(r == 0),
                            own.key_scales + place, to + r * kScoreRow);
@@ -140,6 +153,13 @@ class FewRows {
           return tile_values(own, p, careful, words, tile_keys(a_.v, at, offset, here, next));
         }
       }
+      if constexpr (kByteTiles) {
+        if (bytes() && in_tiles(own.strips[0].count)) {
+          FewByteTiles<S, U> products;
+          const FewKeys<C> met = tile_keys(a_.v, at, offset, here, next);
+          return products.values(p, kScoreRow, own.strips[0].count, met, a_.value_dim, own.out, d_.v_columns);
+        }
+      }
       by_few(own.strips[0].count, [&](auto rows, int r) {
         row_values<rows.value>(p + r * kScoreRow, at, offset, here, next.where(r == 0),
                                own.out + r * d_.v_columns);
@@ -148,16 +168,20 @@ class FewRows {
   }
 
   // Whether an item of so many rows meets keys in tiles, whose products take the same time for one row and for all.
-  static bool in_tiles(int64_t rows) { return kTiles && rows > 2; }
+  static bool in_tiles(int64_t rows) { return (kTiles || kByteTiles) && rows > 2; }
 
  private:
   static constexpr bool kTiles = kFewInTiles<U, C>;
-  // Keys that an item meets before it is the next one's turn, of several.
-  static constexpr int kTurn = kTiles ? 32 : S::kLanes > 8 ? 16 : 8;
-
   // Codes that may be multiplied as bytes; whether a call's are.
   static constexpr bool kBytes = std::is_same_v<C, int8_t> && U::kValues == 1 && MultipliesBytes<S>;
+  static constexpr bool kByteTiles = kBytes && HasByteTiles<U>;
   bool bytes() const { return !a_.quantised.exact && a_.head_dim <= kMostOfPlanes; }
+
+  // Keys that an item meets before it is the next one's turn, of several.
+  static constexpr int kTurn = kByteTiles ? kTile : kTiles ? 32 : S::kLanes > 8 ? 16 : 8;
+
+  // Floats of an item's queries where they are columns of tiles.
+  int64_t room() const { return kTileUnits * d_.q_units; }
 
   // How many rows before they are read rows are fetched. A row of `count` heads that are met together is longer.
   static constexpr int64_t ahead(int count) {

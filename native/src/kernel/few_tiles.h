@@ -12,9 +12,9 @@
 // `careful`: even and odd columns then come in tiles of their own. The same sums in the same order.
 #pragma once
 
-#include "kernel/key_rows.h"
 #include "kernel/pack.h"
 #include "kernel/quantised.h"
+#include "kernel/tile_rows.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -32,17 +32,6 @@ inline void pack_column(const T* row, int64_t dim, float* to, int r) {
   for (int64_t u = there; u < units_of<U>(dim); ++u) to[u * kTileUnits + r] = 0;
 }
 
-// Up to kTile keys or values, and what is fetched meanwhile. They lie `offset` elements behind at[i], and `stride`
-// elements from each other but at the ends of pages.
-template <class C>
-struct FewKeys {
-  const C* const* at;
-  int64_t offset, stride;
-  bool paged;
-  int count;
-  Ahead<C> ahead;
-};
-
 // How values are met: as they are; or those that a row sees, and their even and odd columns apart.
 struct Care {
   bool careful;
@@ -54,8 +43,6 @@ class FewTiles {
   static constexpr int kSide = kTileUnits, kWide = kSide * U::kValues;  // rows of a tile; elements
   static constexpr int kMost = 4;                                       // tiles of columns at once
   static constexpr int kRowsOfOdd = kSide / 2;                          // of A, from here on
-  static constexpr int kLine = 64 / int{sizeof(C)};                     // elements of a line of a cache
-  static constexpr int kFetchHint = 2;                                  // into the second cache
   static_assert(S::kLanes == kSide && kSide == kRowsAtOnce && kTile == kMost * kSide);
 
  public:
@@ -64,7 +51,7 @@ class FewTiles {
   void scores(const float* q, int rows, const FewKeys<C>& keys, int64_t dim, float* scores, int64_t row) {
     const int groups = int(blocks_of(keys.count, kSide));
     for (int64_t h = 0; h < dim; h += kMost * kWide) {
-      by_tiles(dim - h, [&](auto tiles) {
+      by_tiles<kMost>(dim - h, kWide, [&](auto tiles) {
         each<tiles.value>([&](auto t) {
           tiles_.template load<4 + t.value>(q + (h / U::kValues + t.value * kSide) * kSide, kSide);
         });
@@ -92,7 +79,7 @@ class FewTiles {
     const int groups = int(blocks_of(values.count, kSide));
     for (int n = 0; n < groups; ++n) spread(p + n * kSide / 2, p_row, rows, spread_[n]);
     for (int64_t c = 0; c < dim; c += kMost * kWide) {
-      by_tiles(dim - c, [&](auto tiles) {
+      by_tiles<kMost>(dim - c, kWide, [&](auto tiles) {
         constexpr int T = tiles.value;
         const auto meet = [&](auto place) {
           each<T>([&](auto t) { tiles_.template zero<t.value>(); });
@@ -116,46 +103,8 @@ class FewTiles {
   }
 
  private:
-  // Sixteen keys or values, from an element on of which `left` are there.
-  struct Group {
-    const C* first;
-    const C* const* at;
-    int64_t offset, stride, left;
-    bool even;  // all lie `stride` elements from each other: not at the ends of pages, nor behind the last
-    const C* const* ahead;
-    int64_t further;
-
-    POLYATTN_INLINE Group(const FewKeys<C>& keys, int n, int64_t element, int64_t dim)
-        : at(keys.at + n * kSide), offset(keys.offset + element), stride(keys.stride), left(dim - element) {
-      first = at[0] + offset;
-      even = (n + 1) * kSide <= keys.count;
-      for (int i = 1; keys.paged && i < kSide; ++i) even &= at[i] - at[0] == i * stride;
-      ahead = keys.ahead.here() ? keys.ahead.rows + n * kSide : nullptr;
-      further = keys.ahead.offset + element;
-    }
-  };
-  // Where a tile is loaded from, and bytes from a row to the next.
-  struct Place {
-    const void* at;
-    int64_t bytes;
-  };
-
-  // Calls `run` with the number of tiles that elements are, as a type's value.
-  template <class Run>
-  static POLYATTN_INLINE void by_tiles(int64_t elements, Run run) {
-    if (elements > 3 * kWide) return run(std::integral_constant<int, 4>());
-    if (elements > 2 * kWide) return run(std::integral_constant<int, 3>());
-    if (elements > kWide) return run(std::integral_constant<int, 2>());
-    run(std::integral_constant<int, 1>());
-  }
-
-  template <int N, class Each>
-  static POLYATTN_INLINE void each(Each each) {
-    each(std::integral_constant<int, 0>());
-    if constexpr (N > 1) each(std::integral_constant<int, 1>());
-    if constexpr (N > 2) each(std::integral_constant<int, 2>());
-    if constexpr (N > 3) each(std::integral_constant<int, 3>());
-  }
+  using Group = TileRows<C>;
+  using Place = TilePlace;
 
   // Sixteen keys with T tiles of queries, which are loaded. `more`: there are sums of earlier elements.
   template <int T, int kSum>
@@ -163,7 +112,7 @@ class FewTiles {
     more ? tiles_.template load<kSum>(sums, kSide) : tiles_.template zero<kSum>();
     each<T>([&](auto t) {
       constexpr int kA = 2 + t.value % 2;
-      fetch<T, t.value>(keys);
+      keys.template fetch<T, t.value>(kWide);
       const Place from = as_it_is(keys, t.value);
       tiles_.template load_rows<kA>(from.at, from.bytes);
       tiles_.template dot<kSum, kA, 4 + t.value>();
@@ -177,23 +126,11 @@ class FewTiles {
     tiles_.template load<4>(p, kSide);
     each<T>([&](auto t) {
       constexpr int kB = 5 + t.value % 3;
-      fetch<T, t.value>(values);
+      values.template fetch<T, t.value>(kWide);
       const Place from = place(values, t.value, n);
       tiles_.template load_rows<kB>(from.at, from.bytes);
       tiles_.template dot<t.value, 4, kB>();
     });
-  }
-
-  // Fetches, with the t-th of T tiles, the T-th part of the rows that are read later.
-  template <int T, int t>
-  static POLYATTN_INLINE void fetch(const Group& group) {
-    if (!group.ahead) return;
-#pragma GCC unroll 16
-    for (int i = kSide * t / T; i < kSide * (t + 1) / T; ++i) {
-      const C* const row = group.ahead[i] + group.further;
-#pragma GCC unroll 4
-      for (int n = 0; n < T * kWide; n += kLine) __builtin_prefetch(row + n, 0, kFetchHint);
-    }
   }
 
   // Tile t of a group; nothing behind its rows is read.

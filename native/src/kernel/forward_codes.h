@@ -70,9 +70,19 @@ class FloatCopies {
   float *memory_, *q_, *out_;
 };
 
+// The unit of codes that are not multiplied as bfloat16.
+template <class Half, class C>
+constexpr auto code_unit() {
+  if constexpr (Half::kInTiles && std::is_same_v<C, int8_t>) {
+    return ByteTileUnit<typename Half::Tiles>{};
+  } else {
+    return FloatUnit{};
+  }
+}
+
 template <class S, class Half, class C>
 bool forward_coded(const Arguments& a) {
-  using Plain = Forward<S, FloatUnit, float, C>;
+  using Plain = Forward<S, decltype(code_unit<Half, C>()), float, C>;
   if (a.dtype == DType::f32) {
     Arguments exact = a;
     exact.quantised.exact = true;

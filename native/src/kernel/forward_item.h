@@ -52,7 +52,9 @@ class ForwardItem {
   }
 
   // Whether an output that is NaN may be so for no other reason than how it was computed.
-  bool doubtful(const Item& item) const { return a_.terms > 0 || (few(item) && few_.in_tiles(item.rows)); }
+  bool doubtful(const Item& item) const {
+    return a_.terms > 0 || (kFewInTiles<U, C> && few(item) && few_.in_tiles(item.rows));
+  }
 
   bool by_strips(const Item& item) const { return d_.by_strips && !few(item); }
 

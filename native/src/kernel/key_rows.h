@@ -42,9 +42,12 @@ POLYATTN_INLINE int64_t in_turn(int64_t j, int pages) {
 template <class T>
 inline void order_by_pages(const T* const* rows, int64_t row, const T** order) {
   const int pages = pages_of_block(row);
+  const int64_t in_a_page = kAheadBlock >> pages;
   for (int64_t block = 0; block < kChunkKeys; block += kAheadBlock) {
-    for (int64_t j = 0; j < kAheadBlock; ++j)
-      order[block + j] = rows[block + kAheadBlock + in_turn(j, pages)];
+    const T* const* const next = rows + block + kAheadBlock;
+    for (int64_t i = 0; i < in_a_page; ++i) {
+      for (int64_t page = 0; page < int64_t{1} << pages; ++page) *order++ = next[page * in_a_page + i];
+    }
   }
 }
 

@@ -151,6 +151,26 @@ struct PairSimd : Simd {
     }
   }
 
+  static POLYATTN_INLINE Ints as_ints(Vec x) { return _mm512_castps_si512(x); }
+  // Sixteen bytes in the first, second, third and last place of units, which are 0 else.
+  static POLYATTN_INLINE void places_of_bytes(const int8_t* p, float* to) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    _mm512_storeu_si512(to, x);
+    _mm512_storeu_si512(to + 16, _mm512_slli_epi32(x, 8));
+    _mm512_storeu_si512(to + 32, _mm512_slli_epi32(x, 16));
+    _mm512_storeu_si512(to + 48, _mm512_slli_epi32(x, 24));
+  }
+  // Four vectors by turns: lane n of x[i] to place 4 n + i.
+  static POLYATTN_INLINE void zip_four(Vec (&x)[4]) {
+    const auto low = [](Vec a, Vec b) { return _mm512_castps_pd(_mm512_unpacklo_ps(a, b)); };
+    const auto high = [](Vec a, Vec b) { return _mm512_castps_pd(_mm512_unpackhi_ps(a, b)); };
+    const __m512d a = low(x[0], x[1]), b = high(x[0], x[1]), c = low(x[2], x[3]), d = high(x[2], x[3]);
+    x[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    x[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    x[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    x[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    turn_quarters(x);
+  }
   // The upper halves of 32-bit units as lower ones, and 0.
   static POLYATTN_INLINE Vec lower_halves(Vec x) {
     return _mm512_castsi512_ps(_mm512_srli_epi32(_mm512_castps_si512(x), 16));

@@ -304,6 +304,18 @@ struct Simd {
       sum.x[i] += uint32_t(whole);
     }
   }
+  static POLYATTN_INLINE Ints as_ints(Vec x) {
+    return each_int([&](int i) { return bits_of(x.x[i]); });
+  }
+  static POLYATTN_INLINE void places_of_bytes(const int8_t* p, float* to) {
+    for (int i = 0; i < 4 * kLanes; ++i)
+      to[i] = float_of(uint32_t{uint8_t(p[i % kLanes])} << 8 * (i / kLanes));
+  }
+  static POLYATTN_INLINE void zip_four(Vec (&x)[4]) {
+    Vec y[4];
+    for (int i = 0; i < 4 * kLanes; ++i) y[i / kLanes].x[i % kLanes] = x[i % 4].x[i / 4];
+    for (int i = 0; i < 4; ++i) x[i] = y[i];
+  }
   template <int V>
   static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int part,
                                                Ints (&to)[V]) {

@@ -52,6 +52,11 @@ struct AmxTiles {
   static POLYATTN_INLINE void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kTile), "i"(kA), "i"(kB));
   }
+  // The same of signed bytes, four to a unit, summed as integers.
+  template <int kTile, int kA, int kB>
+  static POLYATTN_INLINE void dot_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kTile), "i"(kA), "i"(kB));
+  }
 };
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -66,6 +66,20 @@ class PlainTiles {
       for (int c = 0; c < kSide; ++c) sums[c] = flushed(flushed(sums[c]) + flushed(even[c] + odd[c]));
     }
   }
+  // TDPBSSD.
+  template <int kTile, int kA, int kB>
+  void dot_bytes() {
+    for (int r = 0; r < kSide; ++r) {
+      for (int c = 0; c < kSide; ++c) {
+        uint32_t sum = bits_of(tile_[kTile][r * kSide + c]);
+        for (int k = 0; k < kSide; ++k) {
+          const uint32_t a = bits_of(tile_[kA][r * kSide + k]), b = bits_of(tile_[kB][k * kSide + c]);
+          for (int n = 0; n < 32; n += 8) sum += uint32_t(int8_t(a >> n) * int8_t(b >> n));
+        }
+        tile_[kTile][r * kSide + c] = float_of(sum);
+      }
+    }
+  }
 
  private:
   static POLYATTN_INLINE float flushed(float x) {

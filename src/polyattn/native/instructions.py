@@ -17,7 +17,7 @@ _PRODUCTS = _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"}
 _NEEDS = {
     "avx512bf16": _PRODUCTS, "avx512": _AVX512, "avx2": _AVX2,
     "neon": frozenset({"neon"}), "generic": frozenset[str](),
-    "amx": _PRODUCTS | {"amx_tile", "amx_bf16"},
+    "amx": _PRODUCTS | {"amx_tile", "amx_bf16", "amx_int8"},
     "amx_twin": frozenset[str](),
 }  # fmt: skip
 
