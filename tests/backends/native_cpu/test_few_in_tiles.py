@@ -60,7 +60,9 @@ def test_what_is_not_finite_stays_in_its_column(
     assert torch.equal(there, clean[..., rows:, :])
 
 
-@pytest.mark.parametrize("mask", [Padding(kv_lengths=torch.tensor([100])), Window(left=20)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [Padding(kv_lengths=torch.tensor([100])), Window(left=20)], ids=str
+)
 @pytest.mark.parametrize("rows", [3, 4, 7])
 def test_what_is_masked_changes_no_bit(rows: int, mask: Mask, tiles: str) -> None:
     q, k, v = draw(rows)
