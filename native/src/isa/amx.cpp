@@ -15,8 +15,8 @@ namespace {
 using Simd = amx::PairSimd;
 using Unit = amx::TileUnit<amx::AmxTiles>;
 
-// Nothing but bfloat16 is multiplied in tiles. Functions, because other files' constants may be made later
-// than this one's.
+// Tiles multiply for queries of bfloat16 alone. Functions, because other files' constants may be made later than
+// this one's.
 bool forward(const Arguments& a) { return amx::forward_or<Simd, Unit>(a, kAvx512Bf16); }
 bool backward(const Arguments& a) { return amx::backward_or<Simd, Unit>(a, kAvx512Bf16); }
 void summarize(Element element, const void* run, int64_t count, uint64_t block, Summary& s) {

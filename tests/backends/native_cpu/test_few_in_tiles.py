@@ -94,27 +94,37 @@ def test_codes_are_what_they_stand_for(rows: int, dim: int, codes: str, tiles: s
         quantize_kv(x, dtype=codes, block_size=32) for x in (k, v)
     )
     out = quantized_attention(
-        q, key_codes, value_codes, key_scales, value_scales,
-        block_size=32, mask=None, backend="native_cpu",
-    )  # fmt: skip
+        q,
+        key_codes,
+        value_codes,
+        key_scales,
+        value_scales,
+        block_size=32,
+        mask=None,
+        backend="native_cpu",
+    )
 
     def decoded(x: Tensor, scales: Tensor) -> Tensor:
         each = scales.double().transpose(1, 2).repeat_interleave(32, dim=1)[:, :KEYS]
         return x.double() * each[..., None]
 
     exact = attention(
-        q.double(), decoded(key_codes, key_scales), decoded(value_codes, value_scales),
+        q.double(),
+        decoded(key_codes, key_scales),
+        decoded(value_codes, value_scales),
         backend="reference",
-    )  # fmt: skip
+    )
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
 
 
 def test_few_rows_take_the_tiles_where_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POLYATTN_NATIVE_ISA", raising=False)
     here = module.isas()
-    for name in (here[0], *IN_TILES[:1]):
-        monkeypatch.setattr(forms, "_found", Form(name, "its peak is higher"))
+    try:
+        for name in (here[0], *IN_TILES[:1]):
+            monkeypatch.setattr(forms, "_found", Form(name, "its peak is higher"))
+            forms._place.cache_clear()
+            expected = name if name == "amx" else here[0]
+            assert here[isa_for(BFLOAT16, 1, 32, 8)] == expected
+    finally:
         forms._place.cache_clear()
-        expected = name if name == "amx" else here[0]
-        assert here[isa_for(BFLOAT16, 1, 32, 8)] == expected
-    forms._place.cache_clear()
