@@ -25,6 +25,9 @@ from polyattn.bench.jax.jax_ways import JaxInputs, ours, stock, to_jax, to_torch
 from polyattn.errors import PolyattnError
 
 SMALL = Size(1, 4, 2, 64, 64, 16)
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "jax.md").read_text(encoding="utf-8")
 
 
 def case(mask: str = "none", dtype: str = "float32", train: bool = False) -> Case:
@@ -99,24 +102,42 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_page_says_what_the_record_says() -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "jax.md").read_text(encoding="utf-8")
-    path = root / "benchmarks" / "results" / "amd-epyc-avx512-bf16-2-cores" / "jax.json"
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = json.loads((RESULTS / "amd-epyc-avx512-bf16-2-cores" / "jax.json").read_text("utf-8"))
     over = {
         train: [row["over_torch"]["median"] for row in record["rows"] if row["train"] == train]
         for train in (False, True)
     }
     said = re.search(
         r"They take ([\d.]+) to ([\d.]+) times as long .*? and ([\d.]+) to ([\d.]+)\s+times with",
-        page, re.DOTALL,
+        PAGE, re.DOTALL,
     )  # fmt: skip
     assert said is not None
     known = [round(f(over[train]), 1) for train in (False, True) for f in (min, max)]
     assert [float(one) for one in said.groups()] == known
-    rows = {name: row for row in record["rows"] for name in [row["name"]]}
+    rows = {row["name"]: row for row in record["rows"]}
     for first, kind, at in (("dense", "fp32", 1), ("dense", "bf16", 2), ("window 256", "fp32", 1)):
         row = rows[f"{first} (1,8,4096,64) {kind} BTNH"]
-        line = next(x for x in page.splitlines() if x.startswith(f"| {first} (1,8,4096,64)"))
+        line = next(x for x in PAGE.splitlines() if x.startswith(f"| {first} (1,8,4096,64)"))
         told = float(line.split("|")[at + 1])
         assert abs(told - row["ratio"]["median"]) <= 0.05 * told
+
+
+def test_the_page_says_what_the_other_processors_record_says() -> None:
+    folder = RESULTS / "intel-r-xeon-r-processor-avx512-bf16-amx-2-cores"
+    rows = json.loads((folder / "jax.json").read_text("utf-8"))["rows"]
+    ratios = {row["name"]: row["ratio"]["median"] for row in rows}
+    text = " ".join(PAGE[PAGE.index("On two cores of an Intel Xeon") :].split())
+    cases = (
+        (r"dense ([\d.]+),", "dense (1,8,4096,64) bf16"),
+        (r"causal ([\d.]+),", "causal (1,8,4096,64) bf16"),
+        (r"GQA prefill ([\d.]+),", "GQA prefill (1,32/8,2048,64) bf16"),
+        (r"backward ([\d.]+) and", "fwd+bwd dense (1,8,4096,64) bf16"),
+        (r"float32 ([\d.]+),", "dense (1,8,4096,64) fp32"),
+        (r"the window ([\d.]+) and", "window 256 (1,8,4096,64) fp32"),
+        (r"decoding ([\d.]+) and", "decode (1,32/8,1x32768,128) fp32"),
+    )
+    for pattern, name in cases:
+        said = re.search(pattern, text)
+        assert said is not None, pattern
+        told, known = float(said[1]), ratios[f"{name} BTNH"]
+        assert abs(told - known) <= 0.05 * known, (name, told, known)
