@@ -6,7 +6,7 @@
 
 #include <new>
 
-#include "exchange.h"
+#include "call_parts.h"
 #include "module_parts.h"
 #include "polyattn/arguments.h"
 #include "reader.h"
@@ -119,12 +119,7 @@ Term read_term(nb::handle value) {
   return term;
 }
 
-void read_sizes(nb::handle value, Arguments& a) {
-  Reader reader(value, "sizes", "(B, N, K, T, S, H, Hv)", 7);
-  for (int64_t* size : {&a.batch, &a.q_heads, &a.kv_heads, &a.q_len, &a.kv_len, &a.head_dim, &a.value_dim}) {
-    *size = reader.integer();
-  }
-}
+}  // namespace
 
 void read_terms(nb::handle value, Arguments& a) {
   if (!PyTuple_Check(value.ptr())) {
@@ -135,6 +130,24 @@ void read_terms(nb::handle value, Arguments& a) {
   if (count > kMaxTerms) refuse("a mask must have 0 to 32 terms");
   a.terms = static_cast<int32_t>(count);
   for (Py_ssize_t i = 0; i < count; ++i) a.term[i] = read_term(NB_TUPLE_GET_ITEM(value.ptr(), i));
+}
+
+void run_pass(bool (*pass)(const Arguments&), const Arguments& a) {
+  bool done;
+  {
+    const Unlocked unlocked;
+    done = pass(a);
+  }
+  if (!done) throw std::bad_alloc();  // MemoryError
+}
+
+namespace {
+
+void read_sizes(nb::handle value, Arguments& a) {
+  Reader reader(value, "sizes", "(B, N, K, T, S, H, Hv)", 7);
+  for (int64_t* size : {&a.batch, &a.q_heads, &a.kv_heads, &a.q_len, &a.kv_len, &a.head_dim, &a.value_dim}) {
+    *size = reader.integer();
+  }
 }
 
 void read_packed(nb::handle value, Arguments& a) {
@@ -178,12 +191,15 @@ void read_sinks(nb::handle value, Arguments& a) {
 
 void read_pages(nb::handle value, Arguments& a) {
   if (value.is_none()) return;
-  Reader reader(value, "pages", "(table_ptr, bytes, table_row_stride, page_size, page_count)", 5);
+  Reader reader(value, "pages",
+                "(table_ptr, bytes, table_row_stride, page_size, page_count, lengths_ptr, bytes)", 7);
   a.pages.table = reader.pointer<const int64_t>();
   a.pages.extent = read_extent(reader);
   a.pages.row = reader.integer();
   a.pages.page_size = reader.integer();
   a.pages.count = reader.integer();
+  a.pages.lengths = reader.pointer<const int64_t>();
+  a.pages.lengths_extent = read_extent(reader);
   if (a.pages.page_size == 0) refuse("page_size must be 1 to 2**48");
 }
 
@@ -218,17 +234,6 @@ void read_dbias(nb::handle value, Arguments& a) {
   a.dbias_column = reader.integer();
 }
 
-bool without_queries(const Arguments& a) { return a.batch == 0 || a.q_heads == 0 || a.q_len == 0; }
-
-void run(bool (*pass)(const Arguments&), const Arguments& a) {
-  bool done;
-  {
-    const Unlocked unlocked;
-    done = pass(a);
-  }
-  if (!done) throw std::bad_alloc();  // MemoryError
-}
-
 // What both passes take.
 Arguments read_call(int threads, int dtype, nb::handle sizes, double scale, double softcap, nb::handle q,
                     nb::handle k, nb::handle v, nb::handle terms, nb::handle packed, nb::handle bias,
@@ -261,47 +266,7 @@ void forward(int isa, int threads, int dtype, nb::handle sizes, double scale, do
   read_quantised(quantised, a);
   if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
   if (without_queries(a)) return;
-  run(kernels.forward, a);
-}
-
-// The shortest way: tensors that say themselves where they lie, and no lse. `rows_first`: they are
-// (B, T, N, H), else (B, N, T, H), and say the sizes of the call. The terms are those of a mask
-// without arrays; `mask` (booleans) and `bias`, where given, broadcast to the scores.
-void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first, double scale,
-                     double softcap, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
-                     nb::handle terms, nb::handle mask, nb::handle bias) {
-  const Kernels& kernels = chosen(isa);
-  const Exchange tensors(exchange);
-  Arguments a;
-  a.threads = threads;
-  a.dtype = static_cast<DType>(dtype);
-  a.scale = static_cast<float>(scale);
-  a.softcap = static_cast<float>(softcap);
-  read_terms(terms, a);
-  const int head = rows_first ? 2 : 1, row = 3 - head;
-  int64_t queries[4], keys[4], values[4];
-  tensors.shape(q, "q", queries);
-  tensors.shape(k, "k", keys);
-  tensors.shape(v, "v", values);
-  a.batch = queries[0], a.q_heads = queries[head], a.q_len = queries[row], a.head_dim = queries[3];
-  a.kv_heads = keys[head], a.kv_len = keys[row], a.value_dim = values[3];
-  const auto array = [&](nb::handle tensor, const char* name, int64_t heads, int64_t rows, int64_t columns) {
-    const int64_t shape[] = {a.batch, rows_first ? rows : heads, rows_first ? heads : rows, columns};
-    return tensors.array(tensor, name, a.dtype, shape, head, row);
-  };
-  a.q = array(q, "q", a.q_heads, a.q_len, a.head_dim);
-  a.k = array(k, "k", a.kv_heads, a.kv_len, a.head_dim);
-  a.v = array(v, "v", a.kv_heads, a.kv_len, a.value_dim);
-  a.out = array(out, "out", a.q_heads, a.q_len, a.value_dim);
-  const int64_t scores[] = {a.batch, a.q_heads, a.q_len, a.kv_len};
-  if (!mask.is_none()) {
-    if (a.terms != 0) refuse("mask: got an array beside terms, expected one of them");
-    a.term[a.terms++] = tensors.allowed(mask, scores);
-  }
-  if (!bias.is_none()) a.bias = tensors.added(bias, scores);
-  if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
-  if (without_queries(a)) return;
-  run(kernels.forward, a);
+  run_pass(kernels.forward, a);
 }
 
 void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, double softcap, nb::handle q,
@@ -319,15 +284,7 @@ void backward(int isa, int threads, int dtype, nb::handle sizes, double scale, d
   read_dbias(dbias, a);
   if (const char* complaint = check(a, Pass::backward)) refuse(complaint);
   // Without queries the gradients of keys and values are still to be set to 0.
-  run(kernels.backward, a);
-}
-
-// A call that loses a NaN is told by its lse; see polyattn/backends/sdpa/torch/short_ways.py.
-bool has_zero(nb::handle exchange, nb::handle tensor) { return Exchange(exchange).has_zero(tensor); }
-
-// Masks that come as numbers; see polyattn/backends/native_cpu/torch/native_kernel.py.
-bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
-  return Exchange(exchange).as_mask(bias, mask);
+  run_pass(kernels.backward, a);
 }
 
 }  // namespace
@@ -337,12 +294,6 @@ void add_attention(nb::module_& m) {
   m.def("forward", &forward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a, "q"_a, "k"_a,
         "v"_a, "out"_a, "lse"_a.none(), "terms"_a, "packed"_a.none(), "bias"_a.none(), "slopes"_a.none(),
         "sinks"_a.none(), "pages"_a.none(), "quantised"_a.none(), "out and lse of one attention call.");
-  m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a, "rows_first"_a,
-        "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a, "mask"_a.none(), "bias"_a.none(),
-        "out of one attention call on tensors that have DLPack's C exchange.");
-  m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a, "Whether one of a tensor's floats is zero.");
-  m.def("as_mask", &as_mask, "exchange"_a, "bias"_a, "mask"_a,
-        "Whether a bias is 0 or -inf everywhere; then the booleans of `mask` are where it is 0.");
   m.def("backward", &backward, "isa"_a, "threads"_a, "dtype"_a, "sizes"_a, "scale"_a, "softcap"_a, "q"_a,
         "k"_a, "v"_a, "lse"_a, "terms"_a, "packed"_a.none(), "bias"_a.none(), "slopes"_a.none(),
         "sinks"_a.none(), "dout"_a, "delta"_a, "dq"_a, "dk"_a, "dv"_a, "dbias"_a.none(),

@@ -162,6 +162,7 @@ NB_MODULE(_native, m) {
         "None, or why the operating system does not let this process run an instruction set.");
   m.def("build", &polyattn::build, "Compiler, compiled instruction sets, version, what traces are made of.");
   polyattn::add_attention(m);
+  polyattn::add_tensors(m);
   m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a, "sizes"_a,
         "strides"_a, "out"_a, "The numbers of a tensor, a row of them: see native/src/statistics/fields.h.");
   polyattn::add_door(m);

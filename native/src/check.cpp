@@ -233,7 +233,7 @@ const char* check_packed(const Arguments& a, Pass pass) {
 // joined to by "and". In postfix order, walked from the end, a join comes before its two masks, and a
 // complement before its one.
 int64_t reachable_keys(const Arguments& a, int64_t b) {
-  int64_t limit = a.kv_len;
+  int64_t limit = a.pages.lengths != nullptr ? a.pages.lengths[b] : a.kv_len;
   int skip = 0;  // masks under an "either" or a complement, which bound nothing by themselves
   for (int i = a.terms - 1; i >= 0; --i) {
     const Term& term = a.term[i];
@@ -252,7 +252,9 @@ int64_t reachable_keys(const Arguments& a, int64_t b) {
 
 const char* check_pages(const Arguments& a, Pass pass) {
   const Pages& pages = a.pages;
-  if (pages.table == nullptr && pages.page_size == 0 && pages.count == 0) return nullptr;
+  if (pages.table == nullptr && pages.page_size == 0 && pages.count == 0) {
+    return pages.lengths != nullptr ? "the lengths of pages have no pages" : nullptr;
+  }
   if (pass == Pass::backward) return "paged keys have no backward pass";
   if (pages.page_size < 1 || pages.page_size >= kMaxSize) return "page_size must be 1 to 2**48";
   if (pages.count < 0 || pages.count >= kMaxSize) return "the page count must be 0 to 2**48";
@@ -262,6 +264,15 @@ const char* check_pages(const Arguments& a, Pass pass) {
   if (const char* complaint =
           check_reach("the page table", {{a.batch, pages.row}}, columns, 8, pages.extent)) {
     return complaint;
+  }
+  if (pages.lengths != nullptr) {
+    if (!aligned(pages.lengths, 8)) return "the lengths of pages are not aligned to int64";
+    if (const char* complaint = check_reach("the lengths of pages", {}, a.batch, 8, pages.lengths_extent)) {
+      return complaint;
+    }
+    for (int64_t b = 0; b < a.batch; ++b) {
+      if (pages.lengths[b] < 0 || pages.lengths[b] > a.kv_len) return "a length of pages is not 0 to kv_len";
+    }
   }
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t keys = reachable_keys(a, b);

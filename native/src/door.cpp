@@ -110,6 +110,8 @@ void add_door(nb::module_& m) {
        "Run a call of attention, or give missed."},
       {"sdpa", method<&Door::sdpa, 8>(), METH_FASTCALL, "Run a call with torch's signature, or give missed."},
       {"paged", method<&Door::paged, 12>(), METH_FASTCALL, "Run a call on pages, or give missed."},
+      {"quantized", method<&Door::quantized, 14>(), METH_FASTCALL,
+       "Run a call on quantised keys, or give missed."},
       {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {
       {Py_tp_doc, const_cast<char*>("The short way of a call; see polyattn/torch/short_way.py.")},

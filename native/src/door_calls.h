@@ -53,6 +53,14 @@ class Door {
     return PyObject_Vectorcall(found.run.ptr(), call, 8, nullptr);
   }
 
+  PyObject* quantized(Arguments a) {
+    Found found;
+    const Outcome outcome = find_quantized(a, found);
+    if (outcome != kYes) return left(outcome);
+    PyObject* const call[] = {a[0], a[1], a[2], a[6], a[7], a[10], a[3], a[4], a[5]};
+    return PyObject_Vectorcall(found.run.ptr(), call, 9, nullptr);
+  }
+
   // The table has changed.
   void forget() {
     for (Recent& recent : recent_) {
@@ -125,6 +133,33 @@ class Door {
     return find({a[9], signature.ptr(), a[6], a[7], zero.ptr(), a[10], Py_None, a[11], Py_None, sinks.ptr(),
                  pages.ptr(), Py_None, Py_None, here_[kPaged]},
                 around, a, shapes, found);
+  }
+
+  // query, key_codes, value_codes, key_scales, value_scales, block_size, mask, bias, scale, softcap,
+  // sinks, layout, return_lse, backend
+  Outcome find_quantized(Arguments a, Found& found) {
+    Around around;
+    if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
+    Shapes shapes(a, Keys::is_layout(a[11], "BTNH"));
+    const nb::object signature = keys_.mask_key(a[6], a, a[11], shapes);
+    if (!signature.is_valid()) return kError;
+    const nb::object bias = keys_.added_by(kBiasKey, a[7], a, a[11]);
+    if (!bias.is_valid()) return kError;
+    const nb::object sinks = keys_.part_of(a[10], kArrayKey);
+    if (!sinks.is_valid()) return kError;
+    const nb::object keys = keys_.facts_of(a[3]);
+    if (!keys.is_valid()) return kError;
+    const nb::object values = keys_.facts_of(a[4]);
+    if (!values.is_valid()) return kError;
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(a[5]));
+    const nb::object codes = nb::steal(PyTuple_Pack(4, keys.ptr(), values.ptr(), type, a[5]));
+    if (!codes.is_valid()) return kError;
+    const nb::object zero = nb::steal(PyFloat_FromDouble(0.0));
+    if (!zero.is_valid()) return kError;
+    PyObject* const noted[] = {a[0], a[1], a[2], a[6], a[7]};  // as recorders read them
+    return find({a[11], signature.ptr(), a[8], a[9], zero.ptr(), a[12], Py_None, a[13], bias.ptr(),
+                 sinks.ptr(), codes.ptr(), Py_None, Py_None, here_[kQuantized]},
+                around, noted, shapes, found);
   }
 
   // What is given where no kernel is called.
@@ -222,7 +257,8 @@ class Door {
       outcome = find_by_class(PyTuple_GET_ITEM(row.ptr(), 4), a, shapes, found);
     }
     if (outcome != kYes || !around.recorders.is_valid()) return outcome;
-    return noted(around.recorders, found, exact ? nullptr : a, of.door == here_[kAttention]);
+    const bool biased = of.door == here_[kAttention] || of.door == here_[kQuantized];
+    return noted(around.recorders, found, exact ? nullptr : a, biased);
   }
 
   // Of an entry or a row: what runs its calls, and its plan.

@@ -49,6 +49,19 @@ class Keys {
     return nb::steal(PyObject_CallOneArg(here_[function], array));
   }
 
+  // ... of an array whose shape does not count.
+  nb::object facts_of(PyObject* array) {
+    nb::object dtype = nb::steal(PyObject_GetAttr(array, names().dtype));
+    if (!dtype.is_valid()) return dtype;
+    nb::object device = nb::steal(PyObject_GetAttr(array, names().device));
+    if (!device.is_valid()) return device;
+    Outcome trains = truth(PyObject_GetAttr(array, names().requires_grad));
+    if (trains == kYes) trains = here_.asked(kGradMode);
+    if (trains == kError) return nb::object();
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(array));
+    return nb::steal(PyTuple_Pack(4, dtype.ptr(), device.ptr(), trains == kYes ? Py_True : Py_False, type));
+  }
+
   // ... of a bias or a mask, whose arrays may be as long as the keys.
   nb::object added_by(Part function, PyObject* what, Arguments a, PyObject* layout) {
     if (what == Py_None) return none();
@@ -61,18 +74,12 @@ class Keys {
     if (!shapes.read()) return nb::object();
     nb::object shape = pattern(array, shapes);
     if (!shape.is_valid()) return shape;
-    nb::object dtype = nb::steal(PyObject_GetAttr(array, names().dtype));
-    if (!dtype.is_valid()) return dtype;
-    nb::object device = nb::steal(PyObject_GetAttr(array, names().device));
-    if (!device.is_valid()) return device;
-    Outcome trains = truth(PyObject_GetAttr(array, names().requires_grad));
-    if (trains == kYes) trains = here_.asked(kGradMode);
-    if (trains == kError) return nb::object();
-    PyObject* const grad = trains == kYes ? Py_True : Py_False;
-    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(array));
-    return nb::steal(holder == nullptr
-                         ? PyTuple_Pack(5, shape.ptr(), dtype.ptr(), device.ptr(), grad, type)
-                         : PyTuple_Pack(6, holder, shape.ptr(), dtype.ptr(), device.ptr(), grad, type));
+    const nb::object facts = facts_of(array);
+    if (!facts.is_valid()) return facts;
+    PyObject* const of[] = {PyTuple_GET_ITEM(facts.ptr(), 0), PyTuple_GET_ITEM(facts.ptr(), 1),
+                            PyTuple_GET_ITEM(facts.ptr(), 2), PyTuple_GET_ITEM(facts.ptr(), 3)};
+    return nb::steal(holder == nullptr ? PyTuple_Pack(5, shape.ptr(), of[0], of[1], of[2], of[3])
+                                       : PyTuple_Pack(6, holder, shape.ptr(), of[0], of[1], of[2], of[3]));
   }
 
   static bool is_layout(PyObject* layout, const char* name) {

@@ -46,6 +46,7 @@ enum Part : int {
   kAttention,  // texts
   kSdpa,
   kPaged,
+  kQuantized,
   kBnth,
   kParts
 };

@@ -1,5 +1,7 @@
 #include "exchange.h"
 
+#include <cstddef>
+
 #include "reach.h"
 #include "reader.h"
 
@@ -28,11 +30,15 @@ struct Table {  // DLPackExchangeAPI
 };
 
 constexpr int32_t kCpu = 1, kMostDims = 8;
-constexpr uint8_t kFloat = 2, kBFloat = 4, kBool = 6;
+constexpr uint8_t kInt = 0, kFloat = 2, kBFloat = 4, kBool = 6, kFloat8E4M3Fn = 10;
 
 bool is_of(const Description& x, DType dtype) {
   const uint8_t code = dtype == DType::bf16 ? kBFloat : kFloat;
   return x.code == code && x.bits == (dtype == DType::f32 ? 32 : 16) && x.lanes == 1;
+}
+
+bool is_of(const Description& x, Codes codes) {
+  return x.code == (codes == Codes::int8 ? kInt : kFloat8E4M3Fn) && x.bits == 8 && x.lanes == 1;
 }
 
 // The strides of what broadcasts to the scores, 0 where it has one entry for all, and its bytes.
@@ -120,11 +126,12 @@ void Exchange::shape(nb::handle tensor, const char* name, int64_t (&sizes)[4]) c
   for (int i = 0; i < 4; ++i) sizes[i] = x.shape[i];
 }
 
-Array Exchange::array(nb::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4], int head,
-                      int row) const {
+Array Exchange::array(nb::handle tensor, const char* name, DType dtype, Codes codes,
+                      const int64_t (&sizes)[4], int head, int row) const {
   Description x;
   if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
-  if (x.device_type != kCpu || !is_of(x, dtype) || x.dims != 4 || x.strides == nullptr) {
+  const bool fits = codes == Codes::none ? is_of(x, dtype) : is_of(x, codes);
+  if (x.device_type != kCpu || !fits || x.dims != 4 || x.strides == nullptr) {
     refuse(complain("%s: expected a tensor of 4 dims of the call's dtype on the CPU", name));
   }
   Array array{static_cast<char*>(x.data) + x.byte_offset, x.strides[0], x.strides[head], x.strides[row], {}};
@@ -143,6 +150,67 @@ Array Exchange::array(nb::handle tensor, const char* name, DType dtype, const in
   array.extent.bytes = elements * (x.bits / 8);
   if (x.data == nullptr) array.data = nullptr;
   return array;
+}
+
+Codes Exchange::codes(nb::handle tensor) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  if (is_of(x, Codes::int8)) return Codes::int8;
+  if (!is_of(x, Codes::f8)) refuse("expected codes of int8 or float8_e4m3fn");
+  return Codes::f8;
+}
+
+Scales Exchange::scales(nb::handle tensor, const char* name, const int64_t (&sizes)[3]) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  if (x.device_type != kCpu || !is_of(x, DType::f32) || x.dims != 3 || x.strides == nullptr) {
+    refuse(complain("%s: expected float32 of 3 dims on the CPU", name));
+  }
+  int64_t elements = 1;
+  for (int i = 0; i < 3; ++i) {
+    if (x.shape[i] != sizes[i]) {
+      refuse(complain("%s: got %lld entries in dim %d, expected %lld", name,
+                      static_cast<long long>(x.shape[i]), i, static_cast<long long>(sizes[i])));
+    }
+    elements = x.shape[i] == 0 ? 0 : elements + (x.shape[i] - 1) * x.strides[i];
+  }
+  if (x.strides[2] != 1 && x.shape[2] > 1) refuse(complain("%s: expected a contiguous last dim", name));
+  const auto* const data =
+      x.data == nullptr ? nullptr
+                        : reinterpret_cast<const float*>(static_cast<const char*>(x.data) + x.byte_offset);
+  return {data, x.strides[0], x.strides[1], {elements * 4, 0}};
+}
+
+Integers Exchange::integers(nb::handle tensor, const char* name, int dims) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  const bool fits = x.code == kInt && (x.bits == 32 || x.bits == 64) && x.lanes == 1;
+  if (x.device_type != kCpu || !fits || x.dims != dims || x.strides == nullptr) {
+    refuse(complain("%s: expected int32 or int64 of %d dims on the CPU", name, dims));
+  }
+  Integers found;
+  found.rows = x.shape[0], found.columns = dims == 1 ? 1 : x.shape[1];
+  const int64_t row = x.strides[0], column = dims == 1 ? 1 : x.strides[1];
+  if (x.data == nullptr || found.rows == 0 || found.columns == 0) refuse(complain("%s: no entries", name));
+  const char* const data = static_cast<const char*>(x.data) + x.byte_offset;
+  if (x.bits == 64 && (found.columns == 1 || column == 1)) {
+    found.data = reinterpret_cast<const int64_t*>(data);
+    found.row = row;
+    found.extent = {((found.rows - 1) * row + found.columns) * 8, 0};
+    return found;
+  }
+  found.copied.reserve(static_cast<std::size_t>(found.rows * found.columns));
+  for (int64_t i = 0; i < found.rows; ++i) {
+    for (int64_t j = 0; j < found.columns; ++j) {
+      const int64_t at = i * row + j * column;
+      found.copied.push_back(x.bits == 64 ? reinterpret_cast<const int64_t*>(data)[at]
+                                          : reinterpret_cast<const int32_t*>(data)[at]);
+    }
+  }
+  found.data = found.copied.data();
+  found.row = found.columns;
+  found.extent = {found.rows * found.columns * 8, 0};
+  return found;
 }
 
 Term Exchange::allowed(nb::handle tensor, const int64_t (&scores)[4]) const {

@@ -4,10 +4,19 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "polyattn/arguments.h"
 
 namespace polyattn {
+
+// Rows of integers: in the tensor's memory, or where that has others than int64, in `copied`.
+struct Integers {
+  const int64_t* data = nullptr;
+  int64_t rows = 0, columns = 0, row = 0;  // `row`: the stride between rows
+  Extent extent;
+  std::vector<int64_t> copied;
+};
 
 // Reads tensors of the type whose `__dlpack_c_exchange_api__` it is made of. Complaints are Python's
 // ValueError; what is no such tensor raises what its framework raises.
@@ -19,9 +28,18 @@ class Exchange {
   void shape(nanobind::handle tensor, const char* name, int64_t (&sizes)[4]) const;
 
   // An array of these four sizes on the CPU, in this order in the tensor's shape; `head` and `row`
-  // are the dims of the heads and of the rows.
-  Array array(nanobind::handle tensor, const char* name, DType dtype, const int64_t (&sizes)[4], int head,
-              int row) const;
+  // are the dims of the heads and of the rows. Of entries of `dtype`, or of codes.
+  Array array(nanobind::handle tensor, const char* name, DType dtype, Codes codes, const int64_t (&sizes)[4],
+              int head, int row) const;
+
+  // Which codes a tensor holds; a complaint if it holds none.
+  Codes codes(nanobind::handle tensor) const;
+
+  // float32 scales of these three sizes, (B, K, blocks), those of a head side by side.
+  Scales scales(nanobind::handle tensor, const char* name, const int64_t (&sizes)[3]) const;
+
+  // int32 or int64 of one or two dims on the CPU; one dim is rows of one column.
+  Integers integers(nanobind::handle tensor, const char* name, int dims) const;
 
   // What broadcasts to four sizes, (B, N, T, S): booleans as a term of a mask, floats as a bias.
   Term allowed(nanobind::handle tensor, const int64_t (&scores)[4]) const;

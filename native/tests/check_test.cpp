@@ -164,6 +164,7 @@ void memories() {
   shorter("packed offsets", packed(), [](Arguments& a) -> Extent& { return a.cu_q_extent; });
   shorter("packed offsets", packed(), [](Arguments& a) -> Extent& { return a.cu_kv_extent; });
   shorter("page table", paged(), [](Arguments& a) -> Extent& { return a.pages.extent; });
+  shorter("lengths of pages", of_lengths(), [](Arguments& a) -> Extent& { return a.pages.lengths_extent; });
   shorter("k", quantised(), of_array(&Arguments::k));
   shorter("v", quantised(), of_array(&Arguments::v));
   shorter("scales of keys", quantised(), [](Arguments& a) -> Extent& { return a.quantised.k.extent; });
@@ -278,6 +279,17 @@ void packs_and_pages() {
     a.term[1].kind = a.term[2].kind = TermKind::complement;
     a.terms = 3;
   });
+  static const int64_t lengths_of_all[] = {20, 20};
+  accept("pages whose lengths are told", of_lengths(), Pass::forward);
+  refuse("entry", of_lengths(), [](Arguments& a) { a.pages.lengths = lengths_of_all; });
+  static const int64_t negative[] = {-1, 5}, beyond[] = {5, 21};
+  for (const int64_t* wrong : {negative, beyond}) {
+    refuse("a length of pages", of_lengths(), [wrong](Arguments& a) { a.pages.lengths = wrong; });
+  }
+  refuse("aligned", of_lengths(), [](Arguments& a) {
+    a.pages.lengths = reinterpret_cast<const int64_t*>(reinterpret_cast<const char*>(lengths) + 4);
+  });
+  refuse("have no pages", plain(), [](Arguments& a) { a.pages.lengths = lengths; });
   refuse("page_size", paged(), [](Arguments& a) { a.pages.page_size = 0; });
   refuse("no page table", paged(), [](Arguments& a) { a.pages.table = nullptr; });
   refuse("stride", paged(), [](Arguments& a) { a.pages.row = kLargest; });

@@ -22,6 +22,7 @@ std::string describe(const Arguments& a) {
                      " out=" + number(a.out.row) + " threads=" + number(a.threads);
   if (a.cu_q != nullptr) text += " packed";
   if (a.pages.table != nullptr) text += " pages of " + number(a.pages.page_size);
+  if (a.pages.lengths != nullptr) text += " and their lengths";
   if (a.quantised.codes != Codes::none) {
     text += (a.quantised.codes == Codes::int8 ? " int8" : " f8") + std::string(" in blocks of ") +
             number(a.quantised.block);

@@ -33,6 +33,7 @@ void give_extents(Problem& p) {
   a.slopes.extent = of(a.slopes.data);
   a.sinks_extent = of(a.sinks);
   a.pages.extent = of(a.pages.table);
+  a.pages.lengths_extent = of(a.pages.lengths);
   a.quantised.k.extent = of(a.quantised.k.data);
   a.quantised.v.extent = of(a.quantised.v.data);
   a.dbias_extent = of(a.dbias);

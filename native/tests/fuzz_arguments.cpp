@@ -234,6 +234,8 @@ class Call {
         heap_.make({{a_.batch, a_.pages.row}, {columns, 1}}, 8, DType::f32, bytes_, false, a_.pages.extent));
     a_.pages.table = table;
     if (table == nullptr) return false;
+    const int64_t keys = std::min<int64_t>(a_.kv_len, 254) + 1;
+    if (bytes_.chance(100)) a_.pages.lengths = integers(a_.batch, keys, a_.pages.lengths_extent);
     for (int64_t b = 0; b < a_.batch; ++b) {
       for (int64_t i = 0; i < columns; ++i) {
         table[b * a_.pages.row + i] = bytes_.chance(1)

@@ -221,7 +221,8 @@ std::vector<Sequence> sequences(const Arguments& a) {
   std::vector<Sequence> all;
   for (int64_t b = 0; b < a.batch; ++b) {
     if (a.cu_q == nullptr) {
-      all.push_back({b, b, 0, a.q_len, 0, a.kv_len});
+      const int64_t* const lengths = a.pages.lengths;
+      all.push_back({b, b, 0, a.q_len, 0, lengths != nullptr ? lengths[b] : a.kv_len});
     } else {
       all.push_back({b, 0, a.cu_q[b], a.cu_q[b + 1] - a.cu_q[b], a.cu_kv[b], a.cu_kv[b + 1] - a.cu_kv[b]});
     }

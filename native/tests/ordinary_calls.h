@@ -58,6 +58,15 @@ inline Arguments paged() {
   return a;
 }
 
+// The same, but that the pages say how many keys are in use.
+inline Arguments of_lengths() {
+  Arguments a = paged();
+  a.terms = 0;
+  a.pages.lengths = lengths;
+  a.pages.lengths_extent = {2 * 8};
+  return a;
+}
+
 // Keys and values as codes, four of which share a scale.
 inline Arguments quantised() {
   Arguments a = plain();

@@ -195,13 +195,16 @@ class Maker {
     pages.table = table;
     if (!random_.chance(0.6)) return;
     // Lengths, and entries that no key below them needs left wild.
-    paged_lengths_ = random_lengths(random_, a_, a_.kv_len, allocator());
+    int64_t* const lengths = random_lengths(random_, a_, a_.kv_len, allocator());
+    const bool told = random_.chance(0.5);  // of the pages, or of the mask
     for (int64_t b = 0; b < a_.batch; ++b) {
-      const int64_t length = std::max<int64_t>(0, paged_lengths_[b]);
+      if (told) lengths[b] = std::clamp<int64_t>(lengths[b], 0, a_.kv_len);
+      const int64_t length = std::max<int64_t>(0, lengths[b]);
       for (int64_t i = (length + pages.page_size - 1) / pages.page_size; i < columns; ++i) {
         table[b * pages.row + i] = random_.chance(0.5) ? -1 : std::numeric_limits<int64_t>::max();
       }
     }
+    (told ? pages.lengths : paged_lengths_) = lengths;
   }
 
   void bias() {

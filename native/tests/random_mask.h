@@ -10,7 +10,7 @@ namespace polyattn::testing {
 
 // A length, or a start, for each batch entry; some beyond the total and below 0.
 template <class Allocate>
-const int64_t* random_lengths(Random& random, const Arguments& a, int64_t total, const Allocate& allocate) {
+int64_t* random_lengths(Random& random, const Arguments& a, int64_t total, const Allocate& allocate) {
   int64_t* values = static_cast<int64_t*>(allocate(a.batch, 8));
   for (int64_t b = 0; b < a.batch; ++b) {
     values[b] = random.chance(0.1) ? -3 : random.chance(0.1) ? total + 7 : random.between(0, total);

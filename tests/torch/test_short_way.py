@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polyattn import Causal, PolyattnError, Window, record_selections, use_backend
+from polyattn import Causal, Dense, PolyattnError, Window, record_selections, use_backend
+from polyattn.masks.biases import DenseBias
 from polyattn.selection import scopes
-from polyattn.torch import attention, paged_attention, short_way
+from polyattn.torch import attention, paged_attention, quantized_attention, short_way
 from polyattn.torch import scaled_dot_product_attention as sdpa
 from polyattn.torch.cache import Row, table
 from tests.torch.random_calls import draw
@@ -207,3 +208,57 @@ def test_the_drop_in_and_pages() -> None:
         arguments = query, pages, pages, *where, mask, None, None, None, "BTNH", False, None
         mine, theirs = short_way.in_python.paged(*arguments), short_way.native.paged(*arguments)
         assert same(mine, theirs) and (theirs is short_way.MISSED) == (mask is None)
+
+
+DEFAULTS_OF_CODES = {
+    "mask": None, "bias": None, "scale": None, "softcap": None, "sinks": None, "layout": "BTNH",
+    "return_lse": False, "backend": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_quantised_keys(around: str) -> None:
+    torch.manual_seed(3)
+    here = AROUND[around] if around != "scope" else lambda: use_backend("reference")
+    scales, others = torch.rand(2, 2, 2), torch.rand(2, 2, 2).double()
+    codes = torch.randint(-9, 9, (2, 20, 2, 16), dtype=torch.int8)
+    query, longer = torch.randn(2, 1, 4, 16), torch.randn(2, 3, 4, 16)
+    options: list[dict[str, Any]] = [
+        {}, {"mask": Causal()}, {"mask": Dense(torch.rand(20) > 0.3)}, {"softcap": 3.0},
+        {"scale": 0.5, "return_lse": True}, {"sinks": torch.zeros(4)},
+        {"bias": DenseBias(torch.randn(20))}, {"backend": "reference"},
+    ]  # fmt: skip
+    found = 0
+    for option in options:
+        for q in (query, longer, query.double(), query.requires_grad_(around == "nothing")):
+            for given, size in ((scales, 16), (scales, 10), (others, 16), (None, 16), (scales, [])):
+                with here():
+                    for _ in range(2):
+                        try:
+                            quantized_attention(
+                                q, codes, codes, given, given, block_size=size, **option
+                            )
+                        except PolyattnError:
+                            break
+                    asked = {**DEFAULTS_OF_CODES, **option}
+                    arguments = q, codes, codes, given, given, size, *asked.values()
+                    mine = outcome(short_way.in_python.quantized, *arguments)
+                    theirs = outcome(short_way.native.quantized, *arguments)
+                assert same(mine, theirs), (option, mine, theirs)
+                found += theirs is not short_way.MISSED
+    assert (found == 0) == (around == "autocast"), found
+
+
+def test_recorders_see_quantised_keys_with_the_sizes_of_each_call() -> None:
+    codes, scales = torch.randint(-9, 9, (1, 64, 2, 16), dtype=torch.int8), torch.rand(1, 2, 4)
+    for keys in (48, 40, 40):
+        last = codes[:, :keys], codes[:, :keys], scales[..., :3], scales[..., :3]
+        quantized_attention(torch.randn(1, 1, 2, 16), *last, block_size=16, mask=Window(left=8))
+    with record_selections() as ran:
+        for way in (short_way.in_python, short_way.native):
+            for keys in (40, 33, 48):
+                held = codes[:, :keys], codes[:, :keys], scales[..., :3], scales[..., :3]
+                options = {**DEFAULTS_OF_CODES, "mask": Window(left=8)}
+                asked = torch.randn(1, 1, 2, 16), *held, 16, *options.values()
+                assert way.quantized(*asked) is not short_way.MISSED, keys
+    assert [one.problem.kv_len for one in ran] == [40, 33, 48] * 2

@@ -87,6 +87,9 @@ struct Pages {
   int64_t page_size = 0;
   int64_t count = 0;  // how many pages exist
   Extent extent;      // of the table
+  // How many keys each sequence has, 0 to kv_len: its bands end there. nullptr: kv_len each.
+  const int64_t* lengths = nullptr;
+  Extent lengths_extent;
 };
 
 // Keys and values as codes of one byte with scales, one for each head and block of keys: element h of

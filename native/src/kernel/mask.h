@@ -15,7 +15,8 @@ struct Sequence {
 };
 
 inline Sequence sequence_of(const Arguments& a, int64_t b) {
-  if (!a.cu_q) return {b, a.q_len, a.kv_len, 0, 0};
+  const int64_t* const lengths = a.pages.lengths;
+  if (!a.cu_q) return {b, a.q_len, lengths ? smaller(lengths[b], a.kv_len) : a.kv_len, 0, 0};
   return {b, a.cu_q[b + 1] - a.cu_q[b], a.cu_kv[b + 1] - a.cu_kv[b], a.cu_q[b], a.cu_kv[b]};
 }
 

@@ -143,7 +143,8 @@ class _PagedWay:
         return Call(problem, self.options["mask"], None, self.options["sinks"], None, True)
 
     def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
-        problem, kernel = call.problem, plan.kernel
+        problem, kernel, empty = call.problem, plan.kernel, call.problem.empty
+        told = problem.device == "cpu" and bool(problem.batch)  # on others it would wait
 
         def run(
             q: Tensor,
@@ -155,10 +156,10 @@ class _PagedWay:
             table: Tensor,
             lengths: Tensor,
         ) -> Any:
-            if problem.device == "cpu" and problem.batch:
+            if told:
                 known = lengths.tolist()
                 check_lengths(min(known), max(known), problem)
-            if problem.empty:
+            if empty:
                 return answer_empty(problem.layout, problem.lse, q, k, v, sinks)
             return kernel(q, k, v, mask, None, sinks, (table, lengths))
 

@@ -7,7 +7,6 @@ codes. The call is exact for the keys and values that the codes stand for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
@@ -162,7 +161,8 @@ class QuantizedWay:
 
     def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
         problem, kernel, bound, cast = call.problem, plan.kernel, call.mask, call.cast
-        row = 1 if problem.layout == "BTNH" else 2
+        row, static = 1 if problem.layout == "BTNH" else 2, bound is None or bound.is_static
+        empty = problem.empty
 
         def run(
             q: Tensor,
@@ -176,22 +176,20 @@ class QuantizedWay:
             block_size: int,
         ) -> Any:
             # lengths differ between the calls of a class, and with them how many scales there are
-            sizes = k.shape[0], k.shape[3 - row], k.shape[row], block_size
+            shape = k.shape
+            sizes = shape[0], shape[3 - row], shape[row], block_size
             check_scales("key_scales", key_scales.shape, *sizes)
             check_scales("value_scales", value_scales.shape, *sizes)
             q = q if cast is None else q.to(cast)
-            if problem.empty:
+            if empty:
                 return answer_empty(
                     problem.layout, problem.lse, q, q, v[:0].to(q.dtype), sinks, bias
                 )
-            static = bound is None or bound.is_static
             here = bound if static else rebind(mask, problem, q, k)
             quantised = key_scales, value_scales, block_size
-            with _without_autocast(q.device.type) if cast is not None else nullcontext():
+            if cast is None:
+                return kernel(q, k, v, here, bias, sinks, quantised)
+            with torch.autocast(q.device.type, enabled=False):
                 return kernel(q, k, v, here, bias, sinks, quantised)
 
         return run
-
-
-def _without_autocast(device: str) -> Any:
-    return torch.autocast(device, enabled=False)

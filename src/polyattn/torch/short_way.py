@@ -6,7 +6,7 @@ shapes, strides, gradients, dispatch state), then the kernel. Each function runs
 somebody watches it, all of which `polyattn.torch.long_way` is for.
 
 The functions here say what that is. Where the native extension is built, its class ``Door``
-(native/src/door.cpp) does the same, in a third of the time, but for calls on quantised keys.
+(native/src/door.cpp) does the same, in a third of the time.
 """
 
 from __future__ import annotations
@@ -203,12 +203,12 @@ def _found(key: Key, q: Any, k: Any, v: Any, recorders: Any, *added: Any) -> Any
     return run
 
 
-in_python = SimpleNamespace(attention=_attention, sdpa=_sdpa, paged=_paged)
-"""The three functions as they are written here."""
+in_python = SimpleNamespace(attention=_attention, sdpa=_sdpa, paged=_paged, quantized=_quantized)
+"""The four functions as they are written here."""
 
 
 def _in_native() -> Any:
-    """Return the three functions of the extension, or None where it is not built."""
+    """Return the four functions of the extension, or None where it is not built."""
     environ = getattr(_environ, "__self__", None)
     try:
         door = load().Door
@@ -219,7 +219,7 @@ def _in_native() -> Any:
         MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
         scopes.scope, scopes.recording, determined, is_grad_enabled, *SWITCHES, *checkpoints.ASKED,
         environ, _BACKEND, array_key, bias_key, mask_key, resized, Dense, static,
-        OPERATORS, "attention", "sdpa", "paged", "BNTH",
+        OPERATORS, "attention", "sdpa", "paged", "quantized", "BNTH",
     )  # fmt: skip
     try:
         made = door(parts, Key._fields)
@@ -230,10 +230,10 @@ def _in_native() -> Any:
 
 
 native = _in_native()
-"""The three functions of the native extension; None where it is not built."""
+"""The four functions of the native extension; None where it is not built."""
 
 _best = in_python if native is None else native
 attention: Callable[..., Any] = _best.attention
 sdpa: Callable[..., Any] = _best.sdpa
 paged: Callable[..., Any] = _best.paged
-quantized: Callable[..., Any] = _quantized
+quantized: Callable[..., Any] = _best.quantized

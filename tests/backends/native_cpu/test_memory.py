@@ -156,7 +156,7 @@ def test_the_extension_compares_the_tensors_of_a_call() -> None:
     out, native = torch.empty_like(q), module.load()
 
     def call(*tensors: Tensor, rows_first: bool = True) -> None:
-        native.forward_tensors(exchange, 0, 1, 0, rows_first, 1.0, 0.0, *tensors, (), None, None)
+        native.forward_tensors(exchange, 0, 1, 0, rows_first, 1.0, 0.0, *tensors, (), *(None,) * 4)
 
     call(q, k, v, out)
     assert torch.equal(out, run())
@@ -181,7 +181,7 @@ def test_the_extension_compares_the_tensors_of_a_call() -> None:
         with pytest.raises((TypeError, RuntimeError, ValueError)):
             call(q, alien, v, out)  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError)):
-        native.forward_tensors(None, 0, 1, 0, True, 1.0, 0.0, q, k, v, out, (), None, None)
+        native.forward_tensors(None, 0, 1, 0, True, 1.0, 0.0, q, k, v, out, (), *(None,) * 4)
 
 
 CALLS: dict[str, dict[str, Any]] = {

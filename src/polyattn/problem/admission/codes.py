@@ -86,7 +86,7 @@ def check_scales(
 ) -> None:
     """Check that there is a scale for each batch entry, head and block of keys."""
     wanted = (batch, kv_heads, -(-kv_len // block_size))
-    if tuple(shape) != wanted:
+    if shape != wanted:
         raise InvalidProblem(
             f"got {name} of shape {tuple(shape)}, expected {wanted}: a scale for each batch entry, "
             f"key head and block of {block_size} of the {kv_len} keys."

@@ -63,7 +63,7 @@ def _inference(
         run = _run or _loaded()
         try:
             run(EXCHANGE, isa, torch.get_num_threads(), code, row == 1, scale, softcap, q, k, v,
-                out, terms, allowed, bias)  # fmt: skip
+                out, terms, allowed, bias, None, None)  # fmt: skip
             return out
         except ValueError:  # zeros without memory, say: the other way knows, or says what is wrong
             pass

@@ -1,7 +1,7 @@
 """Keys in pages: the kernels follow the block table themselves; nothing is gathered.
 
-The kernels measure bands on the number of keys, which differs between sequences. So one call
-serves all sequences where only the lengths count, and one call for each sequence otherwise.
+They know how many keys each sequence has and measure bands on it. So one call serves all sequences,
+but where a mask is none of their programs: then there is one for each sequence, of booleans.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from polyattn.backends.native_cpu.torch.calls import (
 )
 from polyattn.backends.native_cpu.torch.levels import differentiates
 from polyattn.errors import InvalidProblem, Unsupported
-from polyattn.masks import Causal, Mask
+from polyattn.masks import Mask
 from polyattn.native import module
 from polyattn.native.forms import isa_for
-from polyattn.native.program import KV_LIMIT, dense_program, encode
+from polyattn.native.program import dense_program, encode
 from polyattn.problem import Problem
 from polyattn.torch.kit.masking import Dims, materialise
 
@@ -93,17 +93,19 @@ class _Paged:
         queries: list[Array | None] = [array(q, layout), array(out, layout)]
         queries.append(None if lse is None else rows(lse, layout))
         extras = None if sinks is None else sinks_argument(sinks), (p.paged or 1, k.shape[0])
-        if mask is None or (p.q_len == 1 and isinstance(mask, Causal)):
-            limit = ((KV_LIMIT, *memory(lengths)),)
-            self._one(p.batch, p.kv_len, queries, keys, limit, extras, memory(table))
-            return out, lse
         program = encode(mask)
+        if program is not None:
+            terms, _, _ = terms_of(program.codes, [], layout)
+            held = memory(table), memory(lengths)
+            self._one(p.batch, p.kv_len, queries, keys, terms, extras, held)
+            return out, lse
         sizes = (q.element_size(), out.element_size(), 4)
         for b, length in enumerate(lengths.tolist()):
             at = [_entry(x, b, size) for x, size in zip(queries, sizes, strict=True)]
-            codes, arrays = self._dense(mask, length) if program is None else (program.codes, [])
+            codes, arrays = self._dense(mask, length)
             terms, _, _ = terms_of(codes, arrays, layout)
-            self._one(1, length, at, keys, terms, extras, memory(table[b]))
+            held = memory(table[b]), memory(lengths[b])
+            self._one(1, length, at, keys, terms, extras, held)
         return out, lse
 
     def _dense(self, mask: Mask, kv_len: int) -> tuple[Sequence[int], list[Tensor]]:
@@ -120,19 +122,19 @@ class _Paged:
         keys: tuple[Array, Array],
         terms: Any,
         extras: tuple[Any, tuple[int, int]],
-        table: tuple[int, int],
+        held: tuple[tuple[int, int], tuple[int, int]],
     ) -> None:
         p, (_, scale, softcap) = self.problem, self.constants
         q, out, lse = queries
-        sinks, (page_size, count) = extras
+        (sinks, (page_size, count)), (table, lengths) = extras, held
         sizes = (batch, p.heads, p.kv_heads, p.q_len, kv_len, p.head_dim, p.value_dim)
         dtype = DTYPES[getattr(torch, p.dtype)]
         isa = isa_for(dtype, p.q_len, p.heads, p.kv_heads)
         try:
             self.run(
                 isa, torch.get_num_threads(), dtype, sizes, scale, softcap, q, *keys, out, lse,
-                terms, None, None, None, sinks, (*table, p.kv_len // page_size, page_size, count),
-                None,
+                terms, None, None, None, sinks,
+                (*table, p.kv_len // page_size, page_size, count, *lengths), None,
             )  # fmt: skip
         except ValueError as error:
             raise InvalidProblem(

@@ -1,0 +1,139 @@
+// forward_tensors() of the Python module: tensors in, which C reads by itself, and one kernel call.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "call_parts.h"
+#include "exchange.h"
+#include "module_parts.h"
+#include "polyattn/arguments.h"
+#include "reader.h"
+
+namespace nb = nanobind;
+
+namespace polyattn {
+namespace {
+
+nb::handle item(nb::handle tuple, const char* name, Py_ssize_t count, Py_ssize_t i) {
+  if (!PyTuple_Check(tuple.ptr()) || PyTuple_GET_SIZE(tuple.ptr()) != count) {
+    PyErr_Format(PyExc_TypeError, "%s: got %R, expected a tuple of %zd", name, tuple.ptr(), count);
+    throw nb::python_error();
+  }
+  return PyTuple_GET_ITEM(tuple.ptr(), i);
+}
+
+// The largest of 64 bits for those beyond.
+int64_t integer(nb::handle value) {
+  int beyond = 0;
+  const int64_t found = PyLong_AsLongLongAndOverflow(value.ptr(), &beyond);
+  if (found == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  return beyond > 0 ? std::numeric_limits<int64_t>::max() : found;
+}
+
+// (key_scales, value_scales, block) of codes.
+void read_scales(const Exchange& tensors, nb::handle quantised, nb::handle keys, Arguments& a) {
+  const char* const name = "quantised";
+  const nb::handle k = item(quantised, name, 3, 0), v = item(quantised, name, 3, 1);
+  a.quantised.codes = tensors.codes(keys);
+  a.quantised.block = integer(item(quantised, name, 3, 2));
+  if (a.quantised.block < 1) refuse("a block of quantised keys must be 1 or more");
+  a.quantised.block = std::min(a.quantised.block, std::max<int64_t>(a.kv_len, 1));  // none is longer
+  const int64_t blocks = (a.kv_len + a.quantised.block - 1) / a.quantised.block;
+  const int64_t sizes[] = {a.batch, a.kv_heads, blocks};
+  a.quantised.k = tensors.scales(k, "key_scales", sizes);
+  a.quantised.v = tensors.scales(v, "value_scales", sizes);
+}
+
+// What is held while pages are read: a table of sequences, and how many keys each has.
+struct Held {
+  Integers table, lengths;
+};
+
+// (block_table, lengths) of keys in `count` pages of `page_size`.
+void read_pages(const Exchange& tensors, nb::handle pages, int64_t count, int64_t page_size, Arguments& a,
+                Held& held) {
+  held.table = tensors.integers(item(pages, "pages", 2, 0), "block_table", 2);
+  held.lengths = tensors.integers(item(pages, "pages", 2, 1), "lengths", 1);
+  if (held.table.rows != a.batch || held.lengths.rows != a.batch || page_size < 1) {
+    refuse("pages: expected a row of the table and a length for each sequence, and pages of keys");
+  }
+  // of one dim, whose entries may lie apart
+  if (held.lengths.row != 1 && a.batch > 1) refuse("lengths: expected contiguous entries");
+  if (__builtin_mul_overflow(held.table.columns, page_size, &a.kv_len)) refuse("pages: more than 2**63 keys");
+  a.pages = {held.table.data,   held.table.row,    page_size,          count,
+             held.table.extent, held.lengths.data, held.lengths.extent};
+}
+
+// The shortest way: tensors that say themselves where they lie, and no lse. `rows_first`: they are
+// (B, T, N, H), else (B, N, T, H), and say the sizes of the call. The terms are those of a mask
+// without arrays; `mask` (booleans) and `bias`, where given, broadcast to the scores. `quantised`:
+// (key_scales, value_scales, block), keys and values being codes. `pages`: (block_table, lengths),
+// keys and values being (pages, rows of a page, K, H), or heads first.
+void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first, double scale,
+                     double softcap, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
+                     nb::handle terms, nb::handle mask, nb::handle bias, nb::handle quantised,
+                     nb::handle pages) {
+  const Kernels& kernels = chosen(isa);
+  const Exchange tensors(exchange);
+  Arguments a;
+  Held held;
+  a.threads = threads;
+  a.dtype = static_cast<DType>(dtype);
+  a.scale = static_cast<float>(scale);
+  a.softcap = static_cast<float>(softcap);
+  read_terms(terms, a);
+  const int head = rows_first ? 2 : 1, row = 3 - head;
+  int64_t queries[4], keys[4], values[4];
+  tensors.shape(q, "q", queries);
+  tensors.shape(k, "k", keys);
+  tensors.shape(v, "v", values);
+  a.batch = queries[0], a.q_heads = queries[head], a.q_len = queries[row], a.head_dim = queries[3];
+  a.kv_heads = keys[head], a.kv_len = keys[row], a.value_dim = values[3];
+  const int64_t holders = pages.is_none() ? a.batch : keys[0], stored = a.kv_len;
+  if (!pages.is_none()) read_pages(tensors, pages, keys[0], stored, a, held);
+  if (!quantised.is_none()) read_scales(tensors, quantised, k, a);
+  const auto array = [&](nb::handle tensor, const char* name, Codes codes, int64_t batch, int64_t heads,
+                         int64_t rows, int64_t columns) {
+    const int64_t shape[] = {batch, rows_first ? rows : heads, rows_first ? heads : rows, columns};
+    return tensors.array(tensor, name, a.dtype, codes, shape, head, row);
+  };
+  const Codes codes = a.quantised.codes;
+  a.q = array(q, "q", Codes::none, a.batch, a.q_heads, a.q_len, a.head_dim);
+  a.k = array(k, "k", codes, holders, a.kv_heads, stored, a.head_dim);
+  a.v = array(v, "v", codes, holders, a.kv_heads, stored, a.value_dim);
+  a.out = array(out, "out", Codes::none, a.batch, a.q_heads, a.q_len, a.value_dim);
+  const int64_t scores[] = {a.batch, a.q_heads, a.q_len, a.kv_len};
+  if (!mask.is_none()) {
+    if (a.terms != 0) refuse("mask: got an array beside terms, expected one of them");
+    a.term[a.terms++] = tensors.allowed(mask, scores);
+  }
+  if (!bias.is_none()) a.bias = tensors.added(bias, scores);
+  if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
+  if (without_queries(a)) return;
+  run_pass(kernels.forward, a);
+}
+
+// A call that loses a NaN is told by its lse; see polyattn/backends/sdpa/torch/short_ways.py.
+bool has_zero(nb::handle exchange, nb::handle tensor) { return Exchange(exchange).has_zero(tensor); }
+
+// Masks that come as numbers; see polyattn/backends/native_cpu/torch/bare_kernel.py.
+bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
+  return Exchange(exchange).as_mask(bias, mask);
+}
+
+}  // namespace
+
+void add_tensors(nb::module_& m) {
+  using namespace nanobind::literals;
+  m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a, "rows_first"_a,
+        "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a, "mask"_a.none(), "bias"_a.none(),
+        "quantised"_a.none(), "pages"_a.none(),
+        "out of one attention call on tensors that have DLPack's C exchange.");
+  m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a, "Whether one of a tensor's floats is zero.");
+  m.def("as_mask", &as_mask, "exchange"_a, "bias"_a, "mask"_a,
+        "Whether a bias is 0 or -inf everywhere; then the booleans of `mask` are where it is 0.");
+}
+
+}  // namespace polyattn

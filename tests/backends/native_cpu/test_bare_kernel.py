@@ -1,0 +1,223 @@
+"""The shortest way for codes and pages: what it gives, refuses and leaves to the careful one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor
+
+from polyattn import Causal, Chunked, Dense, InvalidProblem, Padding, Unsupported, Window
+from polyattn.backends.native_cpu.torch import bare_kernel
+from polyattn.native import module
+from polyattn.selection import scopes
+from polyattn.selection.registry import Available
+from polyattn.torch import paged_attention, quantize_kv, quantized_attention
+
+pytestmark = [
+    pytest.mark.skipif(
+        not isinstance(module.status(), Available), reason="the native kernels are not built here"
+    ),
+    pytest.mark.skipif(bare_kernel.EXCHANGE is None, reason="this torch has no C exchange"),
+]
+
+
+MASKS = [None, Causal(), Window(7), Padding(None, torch.tensor([20, 41])), 0]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count the calls that the extension has answered the shortest way."""
+    found: list[int] = []
+    native = module.load()
+    run = native.forward_tensors
+
+    def counted(*arguments: Any) -> None:
+        run(*arguments)
+        found.append(1)
+
+    monkeypatch.setattr(native, "forward_tensors", counted)
+    scopes.invalidate()
+    yield found
+    monkeypatch.undo()
+    scopes.invalidate()
+
+
+def careful(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a call the careful way."""
+    with monkeypatch.context() as here:
+        here.setattr(bare_kernel, "_are_plain", lambda *tensors: False)
+        return call()
+
+
+def codes_of(layout: str, dtype: str, keys: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(keys)
+    shape = (2, keys, 2, 32) if layout == "BTNH" else (2, 2, keys, 32)
+    pairs = [quantize_kv(torch.randn(shape), dtype=dtype, block_size=16, layout=layout)
+             for _ in range(2)]  # fmt: skip
+    (k, k_scales), (v, v_scales) = pairs
+    return k, v, k_scales, v_scales
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 70])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_codes(
+    layout: str, dtype: str, rows: int, mask: Any, ran: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = codes_of(layout, dtype, 41)
+    mask = Dense(torch.rand(2, 1, 1, 41) > 0.3) if mask == 0 else mask
+    q = torch.randn((2, rows, 4, 32) if layout == "BTNH" else (2, 4, rows, 32)).bfloat16()
+    call = lambda: quantized_attention(  # noqa: E731
+        q, *given, block_size=16, mask=mask, layout=layout, backend="native_cpu"
+    )
+    short = call()
+    assert len(ran) == 1
+    long = careful(call, monkeypatch)
+    assert len(ran) == 1
+    assert torch.equal(short, long) and short.stride() == long.stride()
+
+
+def test_scales_of_any_strides_count_as_they_lie(ran: list[int]) -> None:
+    k, v, k_scales, v_scales = codes_of("BTNH", "int8", 48)
+    q = torch.randn(2, 1, 4, 32)
+    call = lambda *scales: quantized_attention(  # noqa: E731
+        q, k, v, *scales, block_size=16, mask=None, backend="native_cpu"
+    )
+    expected = call(k_scales, v_scales)
+    wide = torch.zeros(2, 4, 9)
+    wide[:, 1::2, 3:6] = k_scales
+    turned = v_scales.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    for scales in ((wide[:, 1::2, 3:6], v_scales), (k_scales, turned)):
+        assert torch.equal(call(*scales), expected)
+    assert len(ran) == 2  # those whose scales of a head do not lie side by side go the other way
+    negated = torch._neg_view(-k_scales)
+    assert torch.equal(call(negated, v_scales), expected)
+    assert torch.equal(call(k_scales[:1, :1].expand(2, 2, 3), v_scales),
+                       call(k_scales[:1, :1].expand(2, 2, 3).clone(), v_scales))  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [48, 1 << 40, 1 << 80])
+def test_a_block_may_be_longer_than_all_keys(size: int, ran: list[int]) -> None:
+    k, v, k_scales, v_scales = codes_of("BTNH", "int8", 48)
+    q, one = torch.randn(2, 1, 4, 32), (k_scales[..., :1], v_scales[..., :1])
+    call = lambda block: quantized_attention(  # noqa: E731
+        q, k, v, *one, block_size=block, mask=None, backend="native_cpu"
+    )
+    assert torch.equal(call(size), call(48)) and len(ran) == 2
+
+
+def test_wrong_scales_are_said(ran: list[int]) -> None:
+    k, v, k_scales, v_scales = codes_of("BTNH", "int8", 48)
+    q = torch.randn(2, 1, 4, 32)
+    call = lambda *scales: quantized_attention(  # noqa: E731
+        q, k, v, *scales, block_size=16, mask=None, backend="native_cpu"
+    )
+    call(k_scales, v_scales)
+    for wrong in (k_scales[..., :2], k_scales[:1], k_scales.double(), k_scales.unsqueeze(0)):
+        for scales in ((wrong, v_scales), (v_scales, wrong)):
+            with pytest.raises(InvalidProblem, match=r"got .*expected"):
+                call(*scales)
+    assert len(ran) == 1
+
+
+def test_transforms_are_refused(ran: list[int]) -> None:
+    k, v, k_scales, v_scales = codes_of("BTNH", "int8", 48)
+    call = lambda q: quantized_attention(  # noqa: E731
+        q, k, v, k_scales, v_scales, block_size=16, mask=None, backend="native_cpu"
+    )
+    q = torch.randn(2, 1, 4, 32)
+    call(q)
+    with pytest.raises(Unsupported):
+        torch.func.jvp(call, (q,), (q,))
+    assert len(ran) == 1
+
+
+def paged_inputs(layout: str, rows: int = 1) -> tuple[Tensor, ...]:
+    torch.manual_seed(5)
+    pages = torch.randn((9, 16, 2, 32) if layout == "BTNH" else (9, 2, 16, 32)).bfloat16()
+    values = torch.randn_like(pages)
+    table, lengths = torch.tensor([[5, 0, 8], [3, 7, 1]]), torch.tensor([33, 0])
+    q = torch.randn((2, rows, 4, 32) if layout == "BTNH" else (2, 4, rows, 32)).bfloat16()
+    return q, pages, values, table, lengths
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("rows", "mask"), [(1, Causal()), (1, None), (3, None)], ids=str)
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_pages(
+    layout: str, rows: int, mask: Any, integers: Any, ran: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    q, pages, values, table, lengths = paged_inputs(layout, rows)
+    wide = torch.full((2, 7), -1, dtype=integers)  # a table of more columns, as servers keep
+    wide[:, 2:5] = table
+    apart = torch.zeros(2, 3, dtype=integers)
+    apart[:, 1] = lengths
+    for where in (
+        (table.to(integers), lengths.to(integers)),
+        (wide[:, 2:5], lengths.to(integers)),
+        (table.to(integers), apart[:, 1]),
+        (table.to(integers).t().contiguous().t(), lengths.to(integers)),
+        (table[:1].to(integers).expand(2, 3), lengths.to(integers)),
+    ):
+        call = lambda where=where: paged_attention(  # noqa: E731
+            q, pages, values, *where, mask=mask, layout=layout, backend="native_cpu"
+        )
+        before = len(ran)
+        short = call()
+        apart_int64 = integers == torch.int64 and where[1].stride(0) != 1
+        assert len(ran) == before + (not apart_int64)
+        long = careful(call, monkeypatch)
+        assert torch.equal(short, long) and short.stride() == long.stride()
+        assert (short[1] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize(
+    "mask",
+    [Causal(), Window(4), Causal() & Window(9), Chunked(16), ~Causal(), Window(8, 8)],
+    ids=str,
+)
+def test_bands_end_at_each_sequences_last_key(mask: Any, rows: int, ran: list[int]) -> None:
+    q, pages, values, table, _ = paged_inputs("BTNH", rows)
+    for lengths in (torch.tensor([33, 0]), torch.tensor([2, 48]), torch.tensor([41, 17])):
+        call = lambda backend, q, pages, values, lengths=lengths: paged_attention(  # noqa: E731
+            q, pages, values, table, lengths, mask=mask, return_lse=True, backend=backend
+        )
+        wanted = call("reference", q.double(), pages.double(), values.double())
+        for given, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
+            inputs = [x.to(given) for x in (q, pages, values)]
+            out, lse = call("native_cpu", *inputs)
+            alone = paged_attention(*inputs, table, lengths, mask=mask, backend="native_cpu")
+            for one in (out, alone):
+                assert (one - wanted[0]).abs().max() <= bound
+            assert torch.allclose(lse.double(), wanted[1], atol=2e-6 if bound < 1e-3 else 1e-2)
+    assert len(ran) == 6
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_wrong_pages_are_said(integers: Any, ran: list[int]) -> None:
+    q, pages, values, table, lengths = paged_inputs("BTNH")
+    call = lambda table, lengths: paged_attention(  # noqa: E731
+        q, pages, values, table.to(integers), lengths.to(integers), backend="native_cpu"
+    )
+    call(table, lengths)
+    beyond = table.clone()
+    beyond[0, 2] = 9  # the third page of a sequence of 33 keys
+    for where in (
+        (beyond, lengths),
+        (table - 4, lengths),
+        (table, lengths + 16),
+        (table, lengths - 1),
+    ):
+        with pytest.raises(InvalidProblem, match=r"got .*expected|got a block table"):
+            call(*where)
+    beyond[0, 2], beyond[1] = 8, 99  # of a sequence without keys nothing is read
+    call(beyond, lengths)
+    assert len(ran) == 2
