@@ -29,6 +29,9 @@ BTNH = "kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))[0].trans
 CAUSAL = "kernel(q, k, v, 0.0, True)[0]"
 SHORT = {BNTH: "kernel(q, k, v)", BTNH: "kernel(qT, kT, vT).T", CAUSAL: "kernel(causal)"}
 SHORT["compiled_kernel(q, k, v)"] = "compiled kernel(q, k, v)"
+OF_PAGES = 'attention(one, keys, keys, backend="native_cpu")'
+OF_CODES = 'attention(one, decoded, decoded, backend="native_cpu")'
+SHORT |= {OF_PAGES: "attention(one, keys, ...)", OF_CODES: "attention(one, decoded, ...)"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,24 @@ def namespace() -> dict[str, Any]:
         "causal": Causal(), "step": plan(q, k, v, layout="BNTH"), "step_BTNH": plan(q, k, v),
         "sdpa_kernel": sdpa_kernel, "FLASH": SDPBackend.FLASH_ATTENTION,
         "compiled_attention": compiled(call), "compiled_kernel": compiled(direct),
+        **_cache_names(),
+    }  # fmt: skip
+
+
+def _cache_names() -> dict[str, Any]:
+    """Return a query, and keys in a row, in pages, as codes and decoded again."""
+    import torch
+
+    from polyattn.torch import paged_attention, quantize_kv, quantized_attention
+
+    keys = torch.randn(1, 64, 2, 16)
+    codes, scales = quantize_kv(keys, block_size=16)
+    blocks = codes.unflatten(1, (4, 16)) * scales.transpose(1, 2)[:, :, None, :, None]
+    return {
+        "one": torch.randn(1, 1, 4, 16), "keys": keys, "pages": keys.unflatten(1, (4, 16))[0],
+        "table": torch.arange(4)[None], "lengths": torch.tensor([64]),
+        "codes": codes, "scales": scales, "decoded": blocks.flatten(1, 2),
+        "paged_attention": paged_attention, "quantized_attention": quantized_attention,
     }  # fmt: skip
 
 
@@ -114,7 +135,20 @@ def our_cases() -> list[Case]:
         Case("mask=causal", 'attention(q, k, v, layout="BNTH", mask=causal)', CAUSAL),
         Case("mask=Causal()", 'attention(q, k, v, layout="BNTH", mask=Causal())', CAUSAL),
         Case("polyattn's drop-in F.sdpa", "sdpa(q, k, v)"),
+        *_cached(),
     ]  # fmt: skip
+
+
+def _cached() -> Iterator[Case]:
+    """Yield the calls on keys in pages and as codes, over ``attention`` of what these stand for."""
+    from polyattn.native import module
+    from polyattn.selection.registry import Available
+
+    if isinstance(module.status(), Available):
+        pages = "paged_attention(one, pages, pages, table, lengths, mask=None)"
+        codes = "quantized_attention(one, codes, codes, scales, scales, block_size=16, mask=None)"
+        yield Case("keys in pages", pages, OF_PAGES)
+        yield Case("keys as codes", codes, OF_CODES)
 
 
 def peer_cases(names: dict[str, Any]) -> Iterator[Case | Missing]:
