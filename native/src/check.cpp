@@ -252,9 +252,8 @@ int64_t reachable_keys(const Arguments& a, int64_t b) {
 
 const char* check_pages(const Arguments& a, Pass pass) {
   const Pages& pages = a.pages;
-  if (pages.table == nullptr && pages.page_size == 0 && pages.count == 0) {
-    return pages.lengths != nullptr ? "the lengths of pages have no pages" : nullptr;
-  }
+  const bool none = pages.table == nullptr && pages.page_size == 0 && pages.count == 0;
+  if (none) return pages.lengths == nullptr ? nullptr : "the lengths of pages have no pages";
   if (pass == Pass::backward) return "paged keys have no backward pass";
   if (pages.page_size < 1 || pages.page_size >= kMaxSize) return "page_size must be 1 to 2**48";
   if (pages.count < 0 || pages.count >= kMaxSize) return "the page count must be 0 to 2**48";
@@ -267,12 +266,10 @@ const char* check_pages(const Arguments& a, Pass pass) {
   }
   if (pages.lengths != nullptr) {
     if (!aligned(pages.lengths, 8)) return "the lengths of pages are not aligned to int64";
-    if (const char* complaint = check_reach("the lengths of pages", {}, a.batch, 8, pages.lengths_extent)) {
-      return complaint;
-    }
-    for (int64_t b = 0; b < a.batch; ++b) {
-      if (pages.lengths[b] < 0 || pages.lengths[b] > a.kv_len) return "a length of pages is not 0 to kv_len";
-    }
+    const char* const short_of = check_reach("the lengths of pages", {}, a.batch, 8, pages.lengths_extent);
+    if (short_of != nullptr) return short_of;
+    const auto [least, most] = std::minmax_element(pages.lengths, pages.lengths + a.batch);
+    if (a.batch > 0 && (*least < 0 || *most > a.kv_len)) return "a length of pages is not 0 to kv_len";
   }
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t keys = reachable_keys(a, b);

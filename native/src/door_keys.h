@@ -74,7 +74,7 @@ class Keys {
     if (!shapes.read()) return nb::object();
     nb::object shape = pattern(array, shapes);
     if (!shape.is_valid()) return shape;
-    const nb::object facts = facts_of(array);
+    nb::object facts = facts_of(array);
     if (!facts.is_valid()) return facts;
     PyObject* const of[] = {PyTuple_GET_ITEM(facts.ptr(), 0), PyTuple_GET_ITEM(facts.ptr(), 1),
                             PyTuple_GET_ITEM(facts.ptr(), 2), PyTuple_GET_ITEM(facts.ptr(), 3)};

@@ -267,7 +267,7 @@ void packs_and_pages() {
   static const int64_t falling[] = {0, 8, 7}, late[] = {1, 2, 7};
   refuse("decrease", packed(), [](Arguments& a) { a.cu_kv = falling; });
   refuse("first packed", packed(), [](Arguments& a) { a.cu_kv = late; });
-  refuse("paged keys", packed(), [](Arguments& a) { a.pages = {table, 3, 8, 10, {}}; });
+  refuse("paged keys", packed(), [](Arguments& a) { a.pages = paged().pages; });
   refuse("entry", paged(), [](Arguments& a) { a.terms = 0; });
   refuse("entry", paged(), [](Arguments& a) { a.pages.count = 3; });
   refuse("entry", paged(), [](Arguments& a) {  // "or" lifts the lengths

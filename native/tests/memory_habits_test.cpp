@@ -82,7 +82,7 @@ struct Call {
       std::iota(table.rbegin(), table.rend(), 0);
       a.k.batch = a.v.batch = kKvHeads * page * kDim;
       a.k.head = a.v.head = page * kDim;
-      a.pages = {table.data(), keys / page, page, keys / page, {}};
+      a.pages = {table.data(), keys / page, page, keys / page, {}, nullptr, {}};
     }
     if (coded) {
       scales.assign(static_cast<size_t>(kKvHeads * ((kv_len + 15) / 16)), 0.01f);

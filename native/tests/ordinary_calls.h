@@ -48,7 +48,7 @@ inline Arguments packed() {
 inline Arguments paged() {
   Arguments a = plain();
   a.kv_len = 20;
-  a.pages = {table, 3, 8, 10, {6 * 8}};
+  a.pages = {table, 3, 8, 10, {6 * 8}, nullptr, {}};
   a.k.extent = {(9 * 2 * 7 * 8 + 8 * 2 * 8) * 4};  // the last row of the last page
   a.v.extent = {(9 * 2 * 7 * 16 + 8 * 2 * 16) * 4};
   a.term[0].kind = TermKind::kv_limit;

@@ -90,14 +90,13 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
     (key_scales, value_scales, block_size), and of keys in pages: (block_table, lengths).
     """
     code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
-    rows_first, last = layout == "BTNH", problem.value_dim
+    rows_first, paged, last = layout == "BTNH", problem.paged is not None, problem.value_dim
     alike, arrays = last == problem.head_dim, _arrays_of(problem)
     run, threads, plain = module.load().forward_tensors, torch.get_num_threads, PLAIN
     functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
     rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
     asked, place, empty_like = raw(variable), isa_for(*rows), torch.empty_like
-    paged = problem.paged is not None
     read = terms_reader(problem, layout)
 
     def kernel(
@@ -106,10 +105,7 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
     ) -> Any:  # fmt: skip
         if (
             not (type(q) in plain and type(k) in plain and type(v) in plain)
-            or functorch()
-            or modes()
-            or recorded()
-            or tracing() is not None
+            or (functorch() or modes() or recorded() or tracing() is not None)
             or dual_levels._current_level >= 0
             or (lazy(q) or lazy(k) or lazy(v))
             or (held and not _are_plain(*held[0][:2]))

@@ -93,9 +93,9 @@ class _Paged:
         queries: list[Array | None] = [array(q, layout), array(out, layout)]
         queries.append(None if lse is None else rows(lse, layout))
         extras = None if sinks is None else sinks_argument(sinks), (p.paged or 1, k.shape[0])
-        program = encode(mask)
-        if program is not None:
-            terms, _, _ = terms_of(program.codes, [], layout)
+        program = None if mask is None else encode(mask)
+        if mask is None or program is not None:
+            terms, _, _ = terms_of(() if program is None else program.codes, [], layout)
             held = memory(table), memory(lengths)
             self._one(p.batch, p.kv_len, queries, keys, terms, extras, held)
             return out, lse
