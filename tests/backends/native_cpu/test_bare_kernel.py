@@ -126,6 +126,27 @@ def test_wrong_scales_are_said(ran: list[int]) -> None:
     assert len(ran) == 1
 
 
+@pytest.mark.parametrize("kind", [BufferError, RuntimeError, ValueError])
+def test_what_a_torch_cannot_tell_of_its_tensors_goes_the_careful_way(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, v, k_scales, v_scales = codes_of("BTNH", "float8_e4m3fn", 48)
+    q = torch.randn(2, 1, 4, 32)
+    call = lambda: quantized_attention(  # noqa: E731
+        q, k, v, k_scales, v_scales, block_size=16, mask=None, backend="native_cpu"
+    )
+    expected = call()
+
+    def refuses(*arguments: Any) -> None:
+        raise kind("float8 types are not supported by dlpack")
+
+    monkeypatch.setattr(module.load(), "forward_tensors", refuses)
+    scopes.invalidate()
+    assert torch.equal(call(), expected)
+    monkeypatch.undo()
+    scopes.invalidate()
+
+
 def test_transforms_are_refused(ran: list[int]) -> None:
     k, v, k_scales, v_scales = codes_of("BTNH", "int8", 48)
     call = lambda q: quantized_attention(  # noqa: E731

@@ -28,6 +28,10 @@ __all__ = ["bare_kernel", "is_bare"]
 
 Kernel = Callable[..., Any]
 
+_UNREADABLE = ValueError, BufferError, RuntimeError
+"""What calls end with that the extension cannot read: zeros without memory, say, which it refuses,
+or codes of fp8, of which a torch may be unable to tell through its exchange."""
+
 
 def is_bare(problem: Problem) -> bool:
     """Say whether the extension reads all there is from the tensors."""
@@ -123,7 +127,7 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
                 exchange, isa, threads(), code, rows_first, scale, softcap, q, k, v, out, terms,
                 allowed, added, codes, pages,
             )  # fmt: skip
-        except ValueError:  # zeros without memory, say: the other way knows, or says what is wrong
+        except _UNREADABLE:  # the other way knows, or says what is wrong
             return careful(q, k, v, mask, bias, sinks, *held)
         return out
 
