@@ -2,7 +2,7 @@
 #define POLYATTN_NAMESPACE amx
 #define POLYATTN_REGISTER(x) "+v"(x)
 
-#include "kernel/simd_avx512bf16.h"
+#include "kernel/simd_amx.h"
 
 #include "dispatch.h"
 #include "kernel/passes.h"
@@ -12,7 +12,7 @@
 namespace polyattn {
 namespace {
 
-using Simd = amx::PairSimd;
+using Simd = amx::TileSimd;
 using Unit = amx::TileUnit<amx::AmxTiles>;
 
 // Tiles multiply for queries of bfloat16 alone. Functions, because other files' constants may be made later than

@@ -201,7 +201,7 @@ class BackwardStrip {
     multiply<S, U, Into::set>(&product, 1, {v_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns,
                               w.dscores + at);
     if (scores_ == Scores::natural) {
-      adjust<S>(a_, q, s, tile.j0, tile.keys, adjusting_, w.scores + at, kScoreRow,
+      adjust<S>(a_, q, s, {0, s.count}, tile.j0, tile.keys, adjusting_, w.scores + at, kScoreRow,
                 a_.softcap > 0 ? w.slopes + at : nullptr);
     }
   }

@@ -13,6 +13,14 @@ constexpr float kPower5[] = {0.99999994f,   0.693153083f,   0.240153611f,
 constexpr float kPower3[] = {0.999925196f, 0.695833564f, 0.226067156f, 0.0780245215f};
 
 template <class S, int kDegree>
+POLYATTN_INLINE typename S::Vec polynomial(const typename S::Vec (&c)[kDegree + 1], typename S::Vec r) {
+  typename S::Vec p = c[kDegree];
+#pragma GCC unroll 8
+  for (int i = kDegree - 1; i >= 0; --i) p = S::fma(p, r, c[i]);
+  return p;
+}
+
+template <class S, int kDegree>
 POLYATTN_INLINE typename S::Vec power_of_fraction(typename S::Vec r) {
   static_assert(kDegree == 5 || kDegree == 3);
   const float* c = kDegree == 5 ? kPower5 : kPower3;

@@ -2,9 +2,7 @@
 // visits, one step of the soft-max over all of them, and the sums of values.
 #pragma once
 
-#include "kernel/matmul.h"
-#include "kernel/quantised.h"
-#include "kernel/workspace.h"
+#include "kernel/forward_blocks.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -35,19 +33,11 @@ class ForwardStrip {
   }
 
   void strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) const {
-    const Strip& s = w.strips[index];
-    const float* q = w.q + int64_t{index} * kRows * d_.q_units;
-    float* out = w.out + int64_t{index} * kRows * d_.v_columns;
-    alignas(64) float tops[kRows * S::kLanes], shrink[kRows];
-    for (int i = 0; i < kRows; ++i) S::store(tops + i * S::kLanes, S::fill(-kInfinity));
-    for (int n = 0; n < visit.tiles; ++n)
-      score_tile(w, item, s, q, visit, n, w.scores + visit.tile[n].first, tops);
-    const RowStates state{w.state.maximum + int64_t{index} * kRows, w.state.sum + int64_t{index} * kRows};
-    soften<S, U>(units_, w.scores, kScoreRow, s.count, visit.columns, state, tops, shrink);
-    for (int r = 0; r < s.count; ++r) {
-      if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
+    if constexpr (U::kInTiles) {
+      ForwardBlocks<S, U, C>(a_, d_, units_, w, item, index, visit, careful).run();
+    } else {
+      whole_strip(w, item, index, visit, careful);
     }
-    careful ? values_by_row(w, s, visit, out) : values(w, item, s, visit, out);
   }
 
   // Each row with values of its own, in which what it does not see is 0. `kByVectors`: in the order of sums
@@ -81,6 +71,23 @@ class ForwardStrip {
   }
 
  private:
+  // All rows against all tiles, one product after the other.
+  void whole_strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) const {
+    const Strip& s = w.strips[index];
+    const float* q = w.q + int64_t{index} * kRows * d_.q_units;
+    float* out = w.out + int64_t{index} * kRows * d_.v_columns;
+    alignas(64) float tops[kRows * S::kLanes], shrink[kRows];
+    for (int i = 0; i < kRows; ++i) S::store(tops + i * S::kLanes, S::fill(-kInfinity));
+    for (int n = 0; n < visit.tiles; ++n)
+      score_tile(w, item, s, q, visit, n, w.scores + visit.tile[n].first, tops);
+    const RowStates state{w.state.maximum + int64_t{index} * kRows, w.state.sum + int64_t{index} * kRows};
+    soften<S, U>(units_, w.scores, kScoreRow, s.count, visit.columns, state, tops, shrink);
+    for (int r = 0; r < s.count; ++r) {
+      if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
+    }
+    careful ? values_by_row(w, s, visit, out) : values(w, item, s, visit, out);
+  }
+
   // Scores of one tile, as the soft-max takes them, and what they raise the rows' maxima to.
   void score_tile(Workspace& w, const Item& item, const Strip& s, const float* q, const Visit& visit, int n,
                   float* to, float* tops) const {

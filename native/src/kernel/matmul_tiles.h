@@ -17,16 +17,15 @@ class TileProduct {
 
  public:
   __attribute__((noinline)) void run(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns,
-                                     float* c, float* tops) {
-    static_assert(S::kLanes == kSide);
+                                     float* c) {
+    static_assert(S::kLanes == kSide && kInto != Into::set_max);
     for (int64_t r = 0; r < rows; r += 2 * kSide) {
       const int64_t here = smaller<int64_t>(rows - r, 2 * kSide);
-      float* top = kInto == Into::set_max ? tops + r * kSide : nullptr;
       if (s.a_step == 1) {
-        panels(pieces, count, r, s, here, columns, c + r * s.c_row, top);
+        panels(pieces, count, r, s, here, columns, c + r * s.c_row);
       } else {
         const Piece turned = turn(*pieces, s, r, here);  // there is one piece
-        panels(&turned, 1, 0, {kMostTurned, 1, s.b_row, s.c_row}, here, columns, c + r * s.c_row, top);
+        panels(&turned, 1, 0, {kMostTurned, 1, s.b_row, s.c_row}, here, columns, c + r * s.c_row);
       }
     }
   }
@@ -49,23 +48,23 @@ class TileProduct {
 
   // Up to 32 rows, from `row` of A on, which are the first of C.
   void panels(const Piece* pieces, int count, int64_t row, const Strides& s, int64_t rows, int64_t columns,
-              float* c, float* tops) {
+              float* c) {
     int64_t column = 0;
     for (; column < columns; column += 2 * kSide) {
       const bool wide = columns - column > kSide;
       if (rows > kSide) {
-        wide ? block<2, 2>(pieces, count, row, s, rows, column, c + column, tops)
-             : block<2, 1>(pieces, count, row, s, rows, column, c + column, tops);
+        wide ? block<2, 2>(pieces, count, row, s, rows, column, c + column)
+             : block<2, 1>(pieces, count, row, s, rows, column, c + column);
       } else {
-        wide ? block<1, 2>(pieces, count, row, s, rows, column, c + column, tops)
-             : block<1, 1>(pieces, count, row, s, rows, column, c + column, tops);
+        wide ? block<1, 2>(pieces, count, row, s, rows, column, c + column)
+             : block<1, 1>(pieces, count, row, s, rows, column, c + column);
       }
     }
   }
 
   template <int R, int C>
   void block(const Piece* pieces, int count, int64_t row, const Strides& s, int64_t rows, int64_t column,
-             float* c, float* tops) {
+             float* c) {
     const int64_t last = rows - (R - 1) * kSide;  // rows of the last tile that there are
     begin<R, C>(c, s.c_row, last);
     for (int p = 0; p < count; ++p) {
@@ -82,7 +81,6 @@ class TileProduct {
       }
     }
     end<R, C>(c, s.c_row, last);
-    if constexpr (kInto == Into::set_max) raise_tops<C>(c, s.c_row, rows, tops);
   }
 
   // Whole tiles are loaded from the operand, what has fewer rows from a copy: behind it lies other memory.
@@ -148,15 +146,6 @@ class TileProduct {
   static POLYATTN_INLINE void copy_rows(const float* from, int64_t from_row, int64_t rows, float* to,
                                         int64_t to_row) {
     for (int64_t r = 0; r < rows; ++r) S::store(to + r * to_row, S::load(from + r * from_row));
-  }
-
-  template <int C>
-  static POLYATTN_INLINE void raise_tops(const float* c, int64_t c_row, int64_t rows, float* tops) {
-    for (int64_t r = 0; r < rows; ++r) {
-      typename S::Vec most = S::max(S::load(c + r * c_row), S::load(tops + r * kSide));
-      if constexpr (C > 1) most = S::max(S::load(c + r * c_row + kSide), most);
-      S::store(tops + r * kSide, most);
-    }
   }
 
   typename U::Tiles tiles_;

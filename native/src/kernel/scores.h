@@ -79,21 +79,22 @@ POLYATTN_INLINE typename S::Vec load_bias(const Bias& bias, int64_t index, int n
   }
 }
 
-// `scores`: a strip's rows for keys j0 to j0 + n - 1; `factor` makes them scale * q . k.
+// `scores`: those rows of a strip for keys j0 to j0 + n - 1; `factor` makes them scale * q . k.
 // `slope`, if wanted, receives d(score after the cap) / d(score before it).
 template <class S>
-inline void adjust(const Arguments& a, const Sequence& q, const Strip& s, int64_t j0, int n, float factor,
-                   float* scores, int64_t row, float* slope = nullptr) {
+inline void adjust(const Arguments& a, const Sequence& q, const Strip& s, Span rows, int64_t j0, int n,
+                   float factor, float* scores, int64_t row, float* slope = nullptr) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
-  for (int r = 0; r < s.count; ++r) {
+  for (int64_t r = rows.low; r < rows.high; ++r) {
     for (int i = 0; i < n; i += W) {
-      float* p = scores + r * row + i;
+      const int64_t at = (r - rows.low) * row + i;
+      float* p = scores + at;
       Vec x = S::mul(S::load(p), S::fill(factor));
       if (a.softcap > 0) {
         const Vec bounded = tanh<S>(S::div(x, S::fill(a.softcap)));
         x = S::mul(bounded, S::fill(a.softcap));
-        if (slope) S::store(slope + r * row + i, S::sub(S::fill(1.0f), S::mul(bounded, bounded)));
+        if (slope) S::store(slope + at, S::sub(S::fill(1.0f), S::mul(bounded, bounded)));
       }
       if (a.bias.data) {
         const int64_t index =
@@ -110,13 +111,13 @@ inline void adjust(const Arguments& a, const Sequence& q, const Strip& s, int64_
   }
 }
 
-// Puts -inf where the word of a row has no bit; `columns` a multiple of the lanes.
+// Puts -inf where the word of a row has no bit, of those from columns.low on; as many as a multiple of the lanes.
 template <class S>
-inline void hide(const uint64_t* words, int rows, int columns, float* scores, int64_t row) {
+inline void hide(const uint64_t* words, int rows, Span columns, float* scores, int64_t row) {
   const typename S::Vec nothing = S::fill(-kInfinity);
   for (int r = 0; r < rows; ++r) {
-    for (int i = 0; i < columns; i += S::kLanes) {
-      float* p = scores + r * row + i;
+    for (int64_t i = columns.low; i < columns.high; i += S::kLanes) {
+      float* p = scores + r * row + i - columns.low;
       S::store(p, S::select(words[r] >> i, S::load(p), nothing));
     }
   }

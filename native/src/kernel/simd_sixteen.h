@@ -77,6 +77,12 @@ struct Simd {
   static POLYATTN_INLINE Vec select(uint64_t bits, Vec yes, Vec no) {
     return each([&](int i) { return bits >> i & 1 ? yes.x[i] : no.x[i]; });
   }
+  // Whether a lane is above `most` or NaN.
+  static POLYATTN_INLINE bool any_beyond(Vec a, Vec most) {
+    bool beyond = false;
+    for (int i = 0; i < kLanes; ++i) beyond |= !(a.x[i] <= most.x[i]);
+    return beyond;
+  }
   static POLYATTN_INLINE bool any_nan(Vec a) {
     bool nan = false;
     for (float x : a.x) nan |= x != x;
@@ -94,6 +100,16 @@ struct Simd {
   // 2^x: 0 below the normal numbers and for -inf, NaN for NaN.
   template <int kDegree>
   static POLYATTN_INLINE Vec exp2(Vec x) {
+    return scaled(x, [](Vec r) { return power_of_fraction<Simd, kDegree>(r); });
+  }
+  // The same with coefficients of the caller's. Not in line: unrolled rows of it would be megabytes.
+  template <int kDegree>
+  static __attribute__((noinline)) Vec exp2_by(const Vec (&c)[kDegree + 1], Vec x) {
+    return scaled(x, [&](Vec r) { return polynomial<Simd, kDegree>(c, r); });
+  }
+  // What power(fraction of x) is times 2^(whole part of x).
+  template <class Power>
+  static POLYATTN_INLINE Vec scaled(Vec x, Power power) {
     const Vec whole = each([&](int i) {
       const float bounded = x.x[i] < -126.0f ? -126.0f : x.x[i] > 127.0f ? 127.0f : x.x[i];
       return bounded == bounded ? __builtin_floorf(bounded) : 0.0f;
@@ -102,11 +118,11 @@ struct Simd {
       const float bounded = x.x[i] < -126.0f ? -126.0f : x.x[i] > 127.0f ? 127.0f : x.x[i];
       return bounded - whole.x[i];
     });
-    const Vec p = power_of_fraction<Simd, kDegree>(fraction);
+    const Vec p = power(fraction);
     // a factor of two apart, so that 2^127 and more are infinite by multiplication
     return each([&](int i) {
-      const float power = float_of(uint32_t(int(whole.x[i]) + 128) << 23);
-      return x.x[i] < -126.0f ? 0.0f : p.x[i] * 0.5f * power;
+      const float factor = float_of(uint32_t(int(whole.x[i]) + 128) << 23);
+      return x.x[i] < -126.0f ? 0.0f : p.x[i] * 0.5f * factor;
     });
   }
 

@@ -160,8 +160,8 @@ template <class S, class U>
 inline void settle(const Arguments& a, const Sequence& q, const Strip& s, const Tile& tile,
                    const ScoreUnits<U>& units, const uint64_t* words, float* scores, float* tops) {
   if (units.kind == Scores::natural)
-    adjust<S>(a, q, s, tile.j0, tile.keys, units.adjusting(), scores, kScoreRow);
-  if (words) hide<S>(words, s.count, tile.columns, scores, kScoreRow);
+    adjust<S>(a, q, s, {0, s.count}, tile.j0, tile.keys, units.adjusting(), scores, kScoreRow);
+  if (words) hide<S>(words, s.count, {0, tile.columns}, scores, kScoreRow);
   for (int r = 0; r < s.count; ++r) raise<S>(scores + r * kScoreRow, tile.columns, tops + r * S::kLanes);
 }
 

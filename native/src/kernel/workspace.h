@@ -1,9 +1,9 @@
 // The memory in which a thread runs an item, or the few rows of several items.
 #pragma once
 
+#include "kernel/block_softmax.h"
 #include "kernel/key_rows.h"
 #include "kernel/parts.h"
-#include "kernel/softmax.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -21,14 +21,16 @@ struct Workspace {
     MemoryParts parts(base);
     const auto take = [&](size_t floats) { return parts.take(floats); };
     const size_t items = size_t(d.together);
-    const int64_t held = d.by_strips ? smaller<int64_t>(d.rows, kRows) : d.rows;     // rows at a time
-    float* q = take(items * size_t(larger<int64_t>(held, kTileUnits) * d.q_units));  // see few_tiles.h
+    const int64_t held = d.by_strips ? smaller<int64_t>(d.rows, kRows) : d.rows;  // rows at a time
+    const int64_t whole = round_up(held, kBlockRows);
+    const int64_t of_q = larger<int64_t>(held, kTileUnits);  // see few_tiles.h
+    float* q = take(larger(items * size_t(of_q), size_t(whole)) * size_t(d.q_units));
     float* k = take(size_t(d.kept * kTile * k_units));
     float* v = take(size_t(d.kept * kTile * d.v_columns));
     float* cleaned = take(size_t(kChunkKeys * d.v_columns));
     // of a strip, also of kMostTogether times kFewRows rows
     float* scores = take(size_t(kRows * kScoreRow));
-    float* out = take(items * size_t(held * d.v_columns));
+    float* out = take(larger(items * size_t(held), size_t(whole)) * size_t(d.v_columns));
     // whole strips, of which the soft-max steps through vectors of rows
     const size_t rows = items * size_t(round_up(held, kRows));
     float* maximum = take(rows);
