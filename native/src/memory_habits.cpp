@@ -20,5 +20,6 @@ bool is_intel() noexcept {
 
 bool pages_in_turn = is_intel();
 const bool codes_together = is_intel();
+bool tile_by_tile = is_intel();
 
 }  // namespace polyattn

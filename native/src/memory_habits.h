@@ -1,4 +1,5 @@
-// How few rows best read memory, where processors differ in it (kernel/few_rows.h, kernel/division.h).
+// How memory is best read, where processors differ in it (kernel/few_rows.h, kernel/division.h,
+// kernel/forward_strip.h).
 #pragma once
 
 namespace polyattn {
@@ -9,5 +10,9 @@ extern bool pages_in_turn;
 // Heads whose codes lie side by side walk over their keys together, as other heads do. Keys are then divided into
 // other parts. Intel's processors.
 extern const bool codes_together;
+
+// Products with values go tile by tile, so that these stay in the first cache, and not over all tiles of a chunk, where
+// sums stay in registers. Changes no bit. Intel's processors; tests set it.
+extern bool tile_by_tile;
 
 }  // namespace polyattn

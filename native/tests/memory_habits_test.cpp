@@ -1,5 +1,6 @@
 // The order in which few rows fetch keys and values: every row of a block once, of several pages in turn; and that
-// it changes no bit of a result, whatever lies at the end of a sequence, nor is anything read that is not there.
+// it changes no bit of a result, whatever lies at the end of a sequence, nor is anything read that is not there. Nor
+// does the order of products with values.
 //
 // Build from: memory_habits_test.cpp and the libraries polyattn_testing and polyattn_kernels of CMake.
 #define POLYATTN_NAMESPACE testing_memory_habits
@@ -47,7 +48,7 @@ void every_row_once() {
   }
 }
 
-// A decoding call of `kv_len` keys; `page`: the rows of a page, or 0.
+// A call of `kv_len` keys, a decoding one unless `q_len` says otherwise; `page`: the rows of a page, or 0.
 struct Call {
   static constexpr int64_t kQHeads = 8, kKvHeads = 2, kDim = 64;
   std::vector<uint8_t> q, k, v, out;
@@ -55,7 +56,7 @@ struct Call {
   std::vector<float> scales;
   Arguments a;
 
-  Call(DType dtype, int64_t kv_len, int64_t page, bool coded, uint64_t seed) {
+  Call(DType dtype, int64_t kv_len, int64_t page, bool coded, uint64_t seed, int64_t q_len = 1) {
     Random random(seed);
     const int64_t width = dtype == DType::f32 ? 4 : 2, stored = coded ? 1 : width;
     const int64_t keys = page ? (kv_len + page - 1) / page * page : kv_len;
@@ -69,12 +70,12 @@ struct Call {
         std::memcpy(x.data() + i * size, &bits, static_cast<size_t>(size));
       }
     };
-    fill(q, kQHeads * kDim, width), fill(out, kQHeads * kDim, width);
+    fill(q, kQHeads * q_len * kDim, width), fill(out, kQHeads * q_len * kDim, width);
     fill(k, kKvHeads * keys * kDim, stored), fill(v, kKvHeads * keys * kDim, stored);
     a.dtype = dtype;
     a.batch = 1, a.q_heads = kQHeads, a.kv_heads = kKvHeads;
-    a.q_len = 1, a.kv_len = kv_len, a.head_dim = a.value_dim = kDim;
-    a.q = {q.data(), 0, kDim, kDim, {}}, a.out = {out.data(), 0, kDim, kDim, {}};
+    a.q_len = q_len, a.kv_len = kv_len, a.head_dim = a.value_dim = kDim;
+    a.q = {q.data(), 0, q_len * kDim, kDim, {}}, a.out = {out.data(), 0, q_len * kDim, kDim, {}};
     a.k = {k.data(), 0, keys * kDim, kDim, {}}, a.v = {v.data(), 0, keys * kDim, kDim, {}};
     a.scale = 0.2f, a.threads = 2;
     if (page) {  // the pages in reverse, each with all heads
@@ -91,32 +92,50 @@ struct Call {
     }
   }
 
-  std::vector<uint8_t> run(const Kernels& kernels, bool in_turn) {
-    pages_in_turn = in_turn;
+  std::vector<uint8_t> run(const Kernels& kernels, bool habit) {
+    pages_in_turn = tile_by_tile = habit;
     expect(kernels.forward(a), "a call had no memory");
     return out;
   }
 };
 
-void no_bit_changes() {
-  const bool before = pages_in_turn;
-  for (const Kernels* const* set = available(); *set != nullptr; ++set) {
-    if ((*set)->prepare && (*set)->prepare() != nullptr) continue;
-    for (const DType dtype : {DType::f32, DType::bf16}) {
-      for (const int64_t kv_len : {511, 512, 513, 640, 1000, 1024, 1537, 3000}) {
-        for (const int64_t page : {0, 8, 16, 100}) {
-          for (const bool coded : {false, true}) {
-            if (coded && page) continue;  // there are none
-            Call call(dtype, kv_len, page, coded, static_cast<uint64_t>(kv_len + page));
-            const std::string what = std::string((*set)->name) + ", " + std::to_string(kv_len) +
-                                     " keys, pages of " + std::to_string(page) + (coded ? ", codes" : "");
-            expect(call.run(**set, false) == call.run(**set, true), what);
-          }
+void no_bit_changes(const Kernels& kernels) {
+  const std::string name = std::string(kernels.name) + ", ";
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const int64_t kv_len : {511, 512, 513, 640, 1000, 1024, 1537, 3000}) {
+      for (const int64_t page : {0, 8, 16, 100}) {
+        for (const bool coded : {false, true}) {
+          if (coded && page) continue;  // there are none
+          Call call(dtype, kv_len, page, coded, static_cast<uint64_t>(kv_len + page));
+          const std::string what = name + std::to_string(kv_len) + " keys, pages of " + std::to_string(page) +
+                                   (coded ? ", codes" : "");
+          expect(call.run(kernels, false) == call.run(kernels, true), what);
         }
       }
     }
+    for (const int64_t rows : {9, 64, 150}) {
+      for (const int64_t width : {0, 3, 90, 700}) {
+        Call call(dtype, 600, 0, false, static_cast<uint64_t>(rows + width), rows);
+        if (width > 0) {
+          call.a.terms = 1;
+          call.a.term[0].kind = TermKind::band;
+          call.a.term[0].low = -width;
+          call.a.term[0].high = 1;
+          call.a.term[0].bottom_right = true;
+        }
+        const std::string what = name + std::to_string(rows) + " rows, window of " + std::to_string(width);
+        expect(call.run(kernels, false) == call.run(kernels, true), what);
+      }
+    }
   }
-  pages_in_turn = before;
+}
+
+void no_bit_changes() {
+  const bool before[] = {pages_in_turn, tile_by_tile};
+  for (const Kernels* const* set = available(); *set != nullptr; ++set) {
+    if (!(*set)->prepare || (*set)->prepare() == nullptr) no_bit_changes(**set);
+  }
+  pages_in_turn = before[0], tile_by_tile = before[1];
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel/forward_blocks.h"
+#include "memory_habits.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
@@ -128,29 +129,46 @@ class ForwardStrip {
     return reinterpret_cast<const float*>(key_row(a_.v, item, tile.j0));
   }
 
+  // Of a tile, the values that rows first to end - 1 see, and their probabilities.
+  Piece piece_of(const Workspace& w, const Item& item, const Visit& visit, int n, int64_t first,
+                 int64_t end) const {
+    const Tile& tile = visit.tile[n];
+    Span seen{0, tile.columns};
+    if (visit.mixed[n])
+      seen = seen_keys(w.words + int64_t{n} * kRows, first, end, kSumGrain<U>, tile.columns);
+    const int64_t low = seen.low / U::kValues;
+    const float* const p = w.scores + first * kScoreRow + tile.first / U::kValues;
+    return {p + low, values_of(w, item, tile) + low * d_.v_columns, seen.high / U::kValues - low};
+  }
+
+  void add_pieces(const Piece* pieces, int count, int64_t first, int64_t end, float* out) const {
+    multiply<S, U, Into::add>(pieces, count, {kScoreRow, 1, d_.v_columns, d_.v_columns}, end - first,
+                              d_.v_columns, out + first * d_.v_columns);
+  }
+
   void values(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, float* out) const {
     bool mixed = false;
     for (int n = 0; n < visit.tiles; ++n) mixed |= visit.mixed[n];
+    if (tile_by_tile && !mixed) return values_by_tile(w, item, s, visit, out);
     const int64_t step = mixed ? kRowGrain<S, U> : s.count;
     for (int64_t r = 0; r < s.count; r += step) {
       const int64_t end = smaller<int64_t>(r + step, s.count);
       Piece pieces[kChunk];
       int count = 0;
-      const float* p = w.scores + r * kScoreRow;
       for (int n = 0; n < visit.tiles; ++n) {
-        const Tile& tile = visit.tile[n];
-        Span seen{0, tile.columns};
-        if (visit.mixed[n])
-          seen = seen_keys(w.words + int64_t{n} * kRows, r, end, kSumGrain<U>, tile.columns);
-        const int64_t low = seen.low / U::kValues;
-        if (!seen.empty()) {
-          pieces[count++] = {p + low, values_of(w, item, tile) + low * d_.v_columns,
-                             seen.high / U::kValues - low};
-        }
-        p += tile.columns / U::kValues;
+        pieces[count] = piece_of(w, item, visit, n, r, end);
+        if (pieces[count].count > 0) ++count;
       }
-      multiply<S, U, Into::add>(pieces, count, {kScoreRow, 1, d_.v_columns, d_.v_columns}, end - r,
-                                d_.v_columns, out + r * d_.v_columns);
+      add_pieces(pieces, count, r, end, out);
+    }
+  }
+
+  // The same sums to the bit; values stay in the first cache while the rows pass.
+  void values_by_tile(const Workspace& w, const Item& item, const Strip& s, const Visit& visit,
+                      float* out) const {
+    for (int n = 0; n < visit.tiles; ++n) {
+      const Piece piece = piece_of(w, item, visit, n, 0, s.count);
+      add_pieces(&piece, 1, 0, s.count, out);
     }
   }
 
