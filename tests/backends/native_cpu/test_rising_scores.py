@@ -1,4 +1,4 @@
-"""Blocks of rows in tiles look for no maximum: scores that rise later must raise the base of what came before."""
+"""Blocks in tiles look for no maximum: scores that rise later raise the base of those before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not isinstance(module.status(), Available), reason="the native kernels are not built here"
 )
 IN_TILES = [form for form in ("amx", "amx_twin") if form in module.isas()]
-# by how much a score differs from the next key's, times log2(e): within a block, within a chunk, at every key
+# from key to key: the base is raised in few chunks, in some blocks, in each
 STEPS = (0.003, 0.05, 0.6, 4.0, -0.05, -4.0)
 
 
@@ -36,7 +36,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def rising(
     rows: int, keys: int, dim: int, step: float, heads: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw queries whose scores rise by `step` from key to key, each other row's fall, and some noise."""
+    """Draw queries whose scores rise by `step` a key, but fall in each other row; and some noise."""
     torch.manual_seed(rows + keys + dim)
     q, k, v = (0.1 * torch.randn(1, n, heads, dim) for n in (rows, keys, keys))
     place = torch.arange(keys) - keys / 2
@@ -50,7 +50,7 @@ def rising(
 
 
 def held(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """Hold output and lse, and the output by itself, whose powers are shorter, to the definition."""
+    """Hold output and lse, and the output alone, whose powers are shorter, to the definition."""
     exact, exact_lse = attention(
         q.double(), k.double(), v.double(), return_lse=True, backend="reference", **options
     )
@@ -134,7 +134,7 @@ def test_what_is_masked_changes_no_bit(step: float, unseen: str, tiles: str) -> 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_row_is_the_same_in_any_company(step: float, tiles: str) -> None:
-    """How many rows an item has, and which, changes no bit: the base depends on the row's own keys."""
+    """Which rows an item has changes no bit: the base depends on the row's own keys."""
     q, k, v = rising(192, 600, 64, step)
     whole = attention(q, k, v, backend="native_cpu")
     part = attention(q[:, 64:128], k, v, backend="native_cpu")
