@@ -36,7 +36,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def rising(
     rows: int, keys: int, dim: int, step: float, heads: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw queries whose scores rise by `step` a key, but fall in each other row; and some noise."""
+    """Draw queries whose scores rise by `step` a key, or fall in each other row; and noise."""
     torch.manual_seed(rows + keys + dim)
     q, k, v = (0.1 * torch.randn(1, n, heads, dim) for n in (rows, keys, keys))
     place = torch.arange(keys) - keys / 2
