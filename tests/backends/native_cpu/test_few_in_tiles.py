@@ -23,14 +23,6 @@ IN_TILES = [form for form in ("amx", "amx_twin") if form in module.isas()]
 HEADS, KEYS = 8, 150
 
 
-@pytest.fixture(params=IN_TILES)
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if module.load().refusal(module.isas().index(request.param)):
-        pytest.skip("this process may not use tiles")
-    monkeypatch.setenv("POLYATTN_NATIVE_ISA", request.param)
-    return str(request.param)
-
-
 def draw(rows: int, dim: int = 72) -> tuple[Tensor, Tensor, Tensor]:
     """Draw a query for `rows` heads of a group, and keys and values of two groups."""
     torch.manual_seed(rows * dim)
