@@ -11,7 +11,7 @@
 
 #include <type_traits>
 
-#include "kernel/key_rows.h"
+#include "kernel/even_rows.h"
 #include "kernel/matmul.h"
 #include "kernel/pack.h"
 
@@ -107,10 +107,11 @@ __attribute__((noinline)) void few_last_apart(const float* q, int64_t q_row, con
   few_last_products<S, U, T, R, M>(q, q_row, key, u, dim, sums);
 }
 
-// The products of M keys with R query rows, lane by lane; sums[r][m]. `next`: what is fetched meanwhile.
-template <class S, class U, class T, int R, int M>
+// The products of M keys with R query rows, lane by lane; sums[r][m]. `next`: what is fetched meanwhile. `dim`: a
+// number, or one that the compiler knows.
+template <class S, class U, class T, int R, int M, class Dim>
 POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* const (&key)[M],
-                                  const T* const (&next)[M], bool fetches, int64_t dim,
+                                  const T* const (&next)[M], bool fetches, Dim dim,
                                   typename S::Vec (&sums)[R][M]) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
@@ -150,40 +151,67 @@ POLYATTN_INLINE void few_products(const float* q, int64_t q_row, const T* const 
   }
 }
 
-// scores[r * row + j] = q_r . key_j for R rows and `keys` keys, which lie `offset` elements behind keys_at.
-// Scores of up to lanes / R - 1 keys more are written, which mean nothing.
-template <class S, class U, class T, int R>
-inline void few_scores(const float* q, int64_t q_row, const T* const* keys_at, int64_t offset, int64_t keys,
-                       Ahead<T> ahead, int64_t dim, float* scores, int64_t row) {
+// Scores of the lanes / R keys from j on. `kWhole`: all of them are there.
+template <class S, class U, int R, bool kWhole, class Rows, class Next, class Dim>
+POLYATTN_INLINE void few_score_vector(const float* q, int64_t q_row, const Rows& rows, int64_t j,
+                                      int64_t keys, const Next& ahead, Dim dim, float* scores, int64_t row) {
+  using T = typename Rows::Element;
   // queries are loaded once for M keys
   constexpr int W = S::kLanes, kKeys = W / R, M = kManyRegisters<S> && kKeys % 2 == 0 ? 2 : 1;
-  for (int64_t j = 0; j < keys; j += kKeys) {
-    typename S::Vec sums[W];
+  typename S::Vec sums[W];
 #pragma GCC unroll 16
-    for (int i = 0; i < kKeys; i += M) {
-      typename S::Vec of_keys[R][M];
-      const T *key[M], *next[M];
-      if (kKeys > 4 && j + i >= keys) {  // the last of a row, or all that there are
+  for (int i = 0; i < kKeys; i += M) {
+    typename S::Vec of_keys[R][M];
+    const T *key[M], *next[M];
+    if (!kWhole && kKeys > 4 && j + i >= keys) {  // the last of a row, or all that there are
 #pragma GCC unroll 8
-        for (int m = 0; m < M * R; ++m) sums[m % R * kKeys + i + m / R] = S::zero();
-        continue;
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        key[m] = keys_at[smaller(j + i + m, keys - 1)] + offset;
-        next[m] = ahead.here() ? ahead.of(j + i + m) : nullptr;
-      }
-      few_products<S, U, T, R, M>(q, q_row, key, next, ahead.here(), dim, of_keys);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) sums[r * kKeys + i + m] = of_keys[r][m];
-      }
+      for (int m = 0; m < M * R; ++m) sums[m % R * kKeys + i + m / R] = S::zero();
+      continue;
     }
-    float lanes[W];
-    S::store(lanes, S::lane_sums(sums));
+    const bool fetches = ahead.here(j);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      key[m] = rows[kWhole ? j + i + m : smaller(j + i + m, keys - 1)];
+      next[m] = fetches ? ahead.of(j + i + m) : nullptr;
+    }
+    few_products<S, U, T, R, M>(q, q_row, key, next, fetches, dim, of_keys);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) std::memcpy(scores + r * row + j, lanes + r * kKeys, sizeof(float) * kKeys);
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sums[r * kKeys + i + m] = of_keys[r][m];
+    }
+  }
+  float lanes[W];
+  S::store(lanes, S::lane_sums(sums));
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) std::memcpy(scores + r * row + j, lanes + r * kKeys, sizeof(float) * kKeys);
+}
+
+// scores[r * row + j] = q_r . key_j for R rows and `keys` keys. Scores of up to lanes / R - 1 keys more are written,
+// which mean nothing.
+template <class S, class U, int R, class Rows, class Next>
+inline void few_scores(const float* q, int64_t q_row, const Rows& rows, int64_t keys, const Next& ahead,
+                       int64_t dim, float* scores, int64_t row) {
+  constexpr int kKeys = S::kLanes / R;
+  int64_t j = 0;
+  if constexpr (Rows::kEven) {
+    const auto whole = [&](auto known) {
+      for (; j + kKeys <= keys; j += kKeys)
+        few_score_vector<S, U, R, true>(q, q_row, rows, j, keys, ahead, known, scores, row);
+    };
+    if (R == 1 && kManyRegisters<S> && dim == 64) {
+      whole(std::integral_constant<int64_t, 64>());
+    } else if (R == 1 && kManyRegisters<S> && dim == 128) {
+      whole(std::integral_constant<int64_t, 128>());
+    } else {
+      whole(dim);
+    }
+    if (j == keys) return;
+    const LastRows last(rows, j, keys);
+    few_scores<S, U, R>(q, q_row, last.located(), keys - j, last.nothing(), dim, scores + j, row);
+  } else {
+    for (; j < keys; j += kKeys)
+      few_score_vector<S, U, R, false>(q, q_row, rows, j, keys, ahead, dim, scores, row);
   }
 }
 
@@ -223,9 +251,11 @@ POLYATTN_INLINE void two_value_units(const ValueRows<T>& rows, int64_t column, t
 
 // sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for R rows and N units of keys. `whole`: no row
 // lacks a second one.
-template <class S, class U, class T, int R, int N>
+// `from`: the first key's number among those that are fetched for.
+template <class S, class U, class T, int R, int N, class Next>
 POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRows<T> (&rows)[N], bool whole,
-                                    Ahead<T> ahead, int64_t dim, float* sums, int64_t columns) {
+                                    const Next& ahead, int64_t from, int64_t dim, float* sums,
+                                    int64_t columns) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
   Vec factor[R][N];
@@ -236,9 +266,9 @@ POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRo
   }
   int64_t c = 0;
   for (; whole && c + 2 * W <= dim; c += 2 * W) {
-    if (ahead.here()) {
+    if (ahead.here(from)) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N * U::kValues; ++n) __builtin_prefetch(ahead.of(n) + c, 0, S::kFetchHint);
+      for (int n = 0; n < N * U::kValues; ++n) __builtin_prefetch(ahead.of(from + n) + c, 0, S::kFetchHint);
     }
     Vec a[N], b[N];
 #pragma GCC unroll 8
@@ -273,11 +303,11 @@ POLYATTN_INLINE void few_value_rows(const float* p, int64_t p_row, const ValueRo
 
 // sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for R rows and V vectors of columns, whose sums stay
 // in registers. `keys` is a multiple of a unit's.
-template <class S, class U, class T, int R, int V>
-POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const T* const* values_at,
-                                       int64_t offset, int64_t keys, Ahead<T> ahead, float* sums,
-                                       int64_t columns) {
+template <class S, class U, int R, int V, class Rows, class Next>
+POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const Rows& values, int64_t keys,
+                                       const Next& ahead, float* sums, int64_t columns) {
   using Vec = typename S::Vec;
+  using T = typename Rows::Element;
   constexpr int W = S::kLanes;
   Vec x[R][V];
 #pragma GCC unroll 4
@@ -286,9 +316,8 @@ POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const T* c
     for (int v = 0; v < V; ++v) x[r][v] = S::load(sums + r * columns + v * W);
   }
   for (int64_t j = 0; j < keys; j += U::kValues) {
-    const T* const* at = values_at + j;
-    const ValueRows<T> rows{at[0] + offset, U::kValues > 1 ? at[1] + offset : nullptr};
-    if (ahead.here()) {
+    const ValueRows<T> rows{values[j], U::kValues > 1 ? values[j + 1] : nullptr};
+    if (ahead.here(j)) {
 #pragma GCC unroll 2
       for (int n = 0; n < U::kValues; ++n) fetch_units<S, FloatUnit, V * W>(ahead.of(j + n));
     }
@@ -318,10 +347,11 @@ POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const T* c
   }
 }
 
-// The same for any number of keys and columns. Values lie `offset` elements behind values_at.
-template <class S, class U, class T, int R>
-inline void few_values(const float* p, int64_t p_row, const T* const* values_at, int64_t offset, int64_t keys,
-                       Ahead<T> ahead, int64_t dim, float* sums, int64_t columns) {
+// The same for any number of keys and columns.
+template <class S, class U, int R, class Rows, class Next>
+inline void few_values(const float* p, int64_t p_row, const Rows& values, int64_t keys, const Next& ahead,
+                       int64_t dim, float* sums, int64_t columns) {
+  using T = typename Rows::Element;
   constexpr int kAtOnce = R > 2 && !kManyRegisters<S> ? 2 : R, N = 4;
   const int64_t whole = keys / U::kValues * U::kValues;
   int64_t done = 0;  // columns
@@ -329,35 +359,32 @@ inline void few_values(const float* p, int64_t p_row, const T* const* values_at,
     const auto columns_of = [&](auto vectors) {
       constexpr int V = vectors.value;
       for (; done + V * S::kLanes <= dim; done += V * S::kLanes) {
-        few_value_columns<S, U, T, R, V>(p, p_row, values_at, offset + done, whole,
-                                         Ahead<T>{ahead.rows, ahead.offset + done}, sums + done, columns);
+        few_value_columns<S, U, R, V>(p, p_row, values.from_column(done), whole, ahead.from_column(done),
+                                      sums + done, columns);
       }
     };
     if constexpr (R < 4) columns_of(std::integral_constant<int, 8>());
     columns_of(std::integral_constant<int, 4>());
   }
-  int64_t j = 0;
+  int64_t j = done == dim ? whole : 0;  // an odd last key is met by all columns
   for (; done < dim && j + N * U::kValues <= keys; j += N * U::kValues) {
     ValueRows<T> rows[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      const T* const* at = values_at + j + n * U::kValues;
-      rows[n] = {at[0] + offset + done, U::kValues > 1 ? at[1] + offset + done : nullptr};
+      const int64_t at = j + n * U::kValues;
+      rows[n] = {values[at] + done, U::kValues > 1 ? values[at + 1] + done : nullptr};
     }
     for (int r = 0; r < R; r += kAtOnce) {
-      const bool fetches = ahead.here() && r == 0;
       few_value_rows<S, U, T, kAtOnce, N>(p + r * p_row + j / U::kValues, p_row, rows, true,
-                                          Ahead<T>{fetches ? ahead.rows + j : nullptr, ahead.offset + done},
-                                          dim - done, sums + r * columns + done, columns);
+                                          ahead.from_column(done).where(r == 0), j, dim - done,
+                                          sums + r * columns + done, columns);
     }
   }
   for (; j < keys; j += U::kValues) {
     const bool pair = U::kValues > 1 && j + 1 < keys, odd = U::kValues > 1 && !pair;
-    const int64_t from = odd ? 0 : done;  // an odd last key is met by all columns here
-    if (from == dim) continue;
-    const ValueRows<T> rows[1] = {
-        {values_at[j] + offset + from, pair ? values_at[j + 1] + offset + from : nullptr}};
-    few_value_rows<S, U, T, R, 1>(p + j / U::kValues, p_row, rows, !odd, Ahead<T>{nullptr, 0}, dim - from,
+    const int64_t from = odd ? 0 : done;
+    const ValueRows<T> rows[1] = {{values[j] + from, pair ? values[j + 1] + from : nullptr}};
+    few_value_rows<S, U, T, R, 1>(p + j / U::kValues, p_row, rows, !odd, ahead.where(false), j, dim - from,
                                   sums + from, columns);
   }
 }

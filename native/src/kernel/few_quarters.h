@@ -59,26 +59,29 @@ POLYATTN_INLINE void few_repeated_products(const float* q, const T* const (&key)
   }
 }
 
-// scores[r * row + j] = q_r . key_j for R rows and `keys` keys; see few_scores. Whole vectors of keys are read:
-// there are rows behind the last.
-template <class S, class U, class T, int R>
-inline void few_repeated_scores(const float* q, const T* const* keys_at, int64_t offset, int64_t keys,
-                                Ahead<T> ahead, int64_t dim, float* scores, int64_t row) {
+// scores[r * row + j] = q_r . key_j for R rows and `keys` keys; see few_scores. Whole vectors of keys are read: where
+// these do not lie evenly there are rows behind the last.
+template <class S, class U, int R, class Rows, class Next>
+inline void few_repeated_scores(const float* q, const Rows& rows, int64_t keys, const Next& ahead,
+                                int64_t dim, float* scores, int64_t row) {
   using Vec = typename S::Vec;
+  using T = typename Rows::Element;
   constexpr int W = S::kLanes, M = kRepeatedKeys;
   static_assert(W == 2 * M);
-  for (int64_t j = 0; j < keys; j += W) {
+  int64_t j = 0;
+  for (; Rows::kEven ? j + W <= keys : j < keys; j += W) {
     Vec quarters[4];  // of four keys each
     for (int i = 0; i < 2; ++i) {
       const T *key[M], *next[M];
       Vec sums[M];
+      const bool fetches = ahead.here(j + i * M);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        key[m] = keys_at[j + i * M + m] + offset;
-        next[m] = ahead.here() ? ahead.of(j + i * M + m) : nullptr;
+        key[m] = rows[j + i * M + m];
+        next[m] = fetches ? ahead.of(j + i * M + m) : nullptr;
         sums[m] = S::zero();
       }
-      few_repeated_products<S, U, T, R>(q, key, ahead.here() ? next : nullptr, dim, sums);
+      few_repeated_products<S, U, T, R>(q, key, fetches ? next : nullptr, dim, sums);
       quarters[2 * i] = S::quarter_sums(sums[0], sums[1], sums[2], sums[3]);
       quarters[2 * i + 1] = S::quarter_sums(sums[4], sums[5], sums[6], sums[7]);
     }
@@ -86,6 +89,11 @@ inline void few_repeated_scores(const float* q, const T* const* keys_at, int64_t
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
       S::store(scores + r * row + j, R == 4 ? quarters[r] : S::add(quarters[2 * r], quarters[2 * r + 1]));
+  }
+  if constexpr (Rows::kEven) {
+    if (j == keys) return;
+    const LastRows last(rows, j, keys);
+    few_repeated_scores<S, U, R>(q, last.located(), keys - j, last.nothing(), dim, scores + j, row);
   }
 }
 

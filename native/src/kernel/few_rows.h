@@ -20,11 +20,19 @@ namespace polyattn::POLYATTN_NAMESPACE {
 // What items fetch while they meet keys: rows so many ahead, or the next block's, of several pages in turn.
 enum class Fetching { nothing, rows, pages };
 
+// A chunk of keys that `count` items meet, from key `begin` to `stop` - 1. It goes on at key `end`, up to `last` - 1.
+struct Met {
+  int64_t begin, stop, end, last;
+  Fetching fetching;
+  int count;
+};
+
 // T: of queries and outputs; C: of keys and values as they are stored.
 template <class S, class U, class T, class C>
 class FewRows {
  public:
-  FewRows(const Arguments& a, const Division& d, const ScoreUnits<U>& units) : a_(a), d_(d), units_(units) {}
+  FewRows(const Arguments& a, const Division& d, const ScoreUnits<U>& units)
+      : a_(a), d_(d), units_(units), keys_(a.k.row, sizeof(C)), values_(a.v.row, sizeof(C)) {}
 
   // Row r of an item of `rows`, whose queries begin at `to`.
   void pack_query(const T* row, float* to, int r, int rows) const {
@@ -47,22 +55,27 @@ class FewRows {
   // Fetches the first keys of a part of `count` items, unless there are so few that looking ahead takes longer.
   void fetch(const Item* items, int count, const Span& keys) const {
     if (count == 1 && keys.high - keys.low <= kRowsAtOnce) return;
-    const C* rows[kAheadBlock];
     const bool pages = by_pages(count, keys.high - keys.low);
     const int64_t some = pages ? kAheadBlock : smaller(keys.high - keys.low, ahead(count));
-    locate(a_, a_.k, items[0].q, keys.low, keys.low + some, rows);
-    const int places = pages ? pages_of_block(a_.k.row * int64_t{sizeof(C)}) : 0;
     const int64_t offset = items[0].kv_head * a_.k.head, more = (count - 1) * a_.k.head;
-    for (int64_t j = 0; j < some; ++j)
-      prefetch_row<S::kFetchHint>(rows[in_turn(j, places)] + offset, more + a_.head_dim);
+    const auto fetch_row = [&](const C* row) { prefetch_row<S::kFetchHint>(row, more + a_.head_dim); };
+    if (even(items[0].rows)) {
+      const C* const first = even_row<C>(a_.k, items[0].q, keys.low) + offset;
+      const EvenAhead<C> wanted{first, &keys_.of(pages), some};
+      for (int64_t j = 0; j < some; ++j) fetch_row(wanted.of(j));
+      return;
+    }
+    const C* rows[kAheadBlock];
+    locate(a_, a_.k, items[0].q, keys.low, keys.low + some, rows);
+    const int places = pages ? keys_.of(true).power : 0;
+    for (int64_t j = 0; j < some; ++j) fetch_row(rows[in_turn(j, places)] + offset);
   }
 
   // Probabilities of keys that lie within keys[i] and within `begin` to `end` - 1, in the scores of item i
   // of `count`; its older sums shrink to the new maxima. visits[i] tells of which keys. `careful`: what is
-  // masked is 0 also where its scale is not finite. `goes_on`: the keys behind keys[i] are met next. Returns what is
-  // fetched ahead of its use.
-  Fetching probabilities(Workspace& w, const Item* items, const Span* keys, int count, bool goes_on,
-                         int64_t begin, int64_t end, bool careful, Visit* visits) const {
+  // masked is 0 also where its scale is not finite. `goes_on`: the keys behind keys[i] are met next.
+  Met probabilities(Workspace& w, const Item* items, const Span* keys, int count, bool goes_on, int64_t begin,
+                    int64_t end, bool careful, Visit* visits) const {
     int64_t last = begin;
     int tiles = 0;
     for (int i = 0; i < count; ++i) {
@@ -73,19 +86,15 @@ class FewRows {
       last = larger(last, keys[i].high);
       tiles += visits[i].tiles;
     }
-    if (tiles == 0) return Fetching::nothing;
+    if (tiles == 0) return {begin, begin, end, last, Fetching::nothing, count};
     // the last keys fetch the first values, and the last values the keys of the next chunk
     const int64_t stop = smaller(end, last);
     const bool fetches = count > 1 || stop - begin > kRowsAtOnce || begin > keys[0].low;
     const Fetching fetching = !fetches                        ? Fetching::nothing
                               : by_pages(count, stop - begin) ? Fetching::pages
                                                               : Fetching::rows;
-    const int64_t more = fetching == Fetching::pages ? kAheadBlock : fetches ? kAheadCodes : 0;
-    locate(a_, a_.k, a_.v, items[0].q, begin, stop, begin, stop, more,
-           reinterpret_cast<const C**>(w.keys_at));
-    locate(a_, a_.v, a_.k, items[0].q, begin, stop, end, goes_on ? items[0].q.kv_len : last, more,
-           reinterpret_cast<const C**>(w.values_at));
-    if (fetching == Fetching::pages) order_pages(w);
+    const Met met{begin, stop, end, goes_on ? items[0].q.kv_len : last, fetching, count};
+    if (!even(items[0].rows)) look_up(w, items[0].q, met);
     if constexpr (kCoded<C>) {
       for (int i = 0; i < count; ++i) {
         Workspace own = w.of(d_, i);
@@ -99,10 +108,21 @@ class FewRows {
       const Workspace& own = owns[i];
       const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
-      const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
-      const Ahead<C> next = behind(at, w.next_keys, place, offset, fetching, count);
       float* const to = own.scores + tile.first + from;
       const int count_of_rows = own.strips[0].count;
+      const auto meet = [&](const auto& keys, const auto& next) {
+        by_few(count_of_rows, [&](auto rows, int r) {
+          scores<rows.value>(own.q + r * d_.q_units, keys, here, next.where(r == 0), own.key_scales + place,
+                             to + r * kScoreRow);
+        });
+      };
+      if (even(items[i].rows)) {
+        const EvenRun<C> now = run(a_.k, keys_, items[i], begin, stop),
+                         then = run(a_.v, values_, items[i], begin, stop);
+        return meet(now.rows.from_row(place), ahead_of(now, then, place, met));
+      }
+      const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
+      const Ahead<C> next = behind(at, w.next_keys, place, offset, fetching, count);
       if constexpr (kTiles) {
         if (in_tiles(count_of_rows)) {
           FewTiles<S, U, C> products;  // its memory is not cleared
@@ -119,10 +139,7 @@ class FewRows {
                                  kScoreRow);
         }
       }
-      by_few(count_of_rows, [&](auto rows, int r) {
-        scores<rows.value>(own.q + r * d_.q_units, at, offset, here, next.where(r == 0),
-                           own.key_scales + place, to + r * kScoreRow);
-      });
+      meet(LocatedRows<C>{at, offset}, next);
     });
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
@@ -130,23 +147,34 @@ class FewRows {
       soften_item(own, items[i], visits[i]);
       if constexpr (kCoded<C>) weigh(own, visits[i], begin, careful);
     }
-    return fetching;
+    return met;
   }
 
-  // Adds the values to the items' sums, after probabilities(), which says what they fetch. `careful`: as there, for
+  // Adds the values to the items' sums, after probabilities(), of what it says was met. `careful`: as there, for
   // values in tiles.
-  void values(Workspace& w, const Item* items, const Visit* visits, int count, int64_t begin,
-              Fetching fetching, bool careful = false) const {
+  void values(Workspace& w, const Item* items, const Visit* visits, const Met& met,
+              bool careful = false) const {
     Workspace owns[kMostTogether];
-    for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
-    walk(visits, count, begin, [&](int i, int n, int64_t from, int64_t here) {
+    for (int i = 0; i < met.count; ++i) owns[i] = w.of(d_, i);
+    walk(visits, met.count, met.begin, [&](int i, int n, int64_t from, int64_t here) {
       const Workspace& own = owns[i];
       const Tile& tile = visits[i].tile[n];
-      const int64_t place = tile.j0 - begin + from;
-      const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + place;
+      const int64_t place = tile.j0 - met.begin + from;
       const float* p = own.scores + (tile.first + from) / U::kValues;
+      const auto meet = [&](const auto& values, const auto& next) {
+        by_few(own.strips[0].count, [&](auto rows, int r) {
+          row_values<rows.value>(p + r * kScoreRow, values, here, next.where(r == 0),
+                                 own.out + r * d_.v_columns);
+        });
+      };
+      if (even(items[i].rows)) {
+        const EvenRun<C> now = run(a_.v, values_, items[i], met.begin, met.stop);
+        const EvenRun<C> then = run(a_.k, keys_, items[i], met.end, met.last);
+        return meet(now.rows.from_row(place), ahead_of(now, then, place, met));
+      }
+      const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + place;
       const int64_t offset = items[i].kv_head * a_.v.head;
-      const Ahead<C> next = behind(at, w.next_values, place, offset, fetching, count);
+      const Ahead<C> next = behind(at, w.next_values, place, offset, met.fetching, met.count);
       if constexpr (kTiles) {
         if (in_tiles(own.strips[0].count)) {
           const uint64_t* words = careful && visits[i].mixed[n] ? own.words + int64_t{n} * kRows : nullptr;
@@ -160,10 +188,7 @@ class FewRows {
           return products.values(p, kScoreRow, own.strips[0].count, met, a_.value_dim, own.out, d_.v_columns);
         }
       }
-      by_few(own.strips[0].count, [&](auto rows, int r) {
-        row_values<rows.value>(p + r * kScoreRow, at, offset, here, next.where(r == 0),
-                               own.out + r * d_.v_columns);
-      });
+      meet(LocatedRows<C>{at, offset}, next);
     });
   }
 
@@ -190,6 +215,36 @@ class FewRows {
     return count > 1 ? smaller<int64_t>(kTurn, kAhead) : kAhead;
   }
 
+  // Whether rows that so many query rows meet lie evenly, and nothing needs them to be looked up.
+  bool even(int64_t rows) const { return !a_.pages.table && !bytes_in_use() && !in_tiles(rows); }
+  bool bytes_in_use() const {
+    if constexpr (kBytes) return bytes();
+    return false;
+  }
+
+  // Rows of keys begin to end - 1, if there are any, of an item's head.
+  static EvenRun<C> run(const Array& x, const FetchOrders& orders, const Item& item, int64_t begin,
+                        int64_t end) {
+    const C* const first = even_row<C>(x, item.q, begin) + item.kv_head * x.head;
+    return {{first, x.row}, larger<int64_t>(end - begin, 0), &orders};
+  }
+  static EvenAhead<C> ahead_of(const EvenRun<C>& now, const EvenRun<C>& next, int64_t place, const Met& met) {
+    if (met.fetching == Fetching::nothing) return now.nothing();
+    return POLYATTN_NAMESPACE::ahead_of(now, next, place, met.fetching == Fetching::pages, ahead(met.count));
+  }
+
+  // Where the rows of a chunk lie, and those that are fetched meanwhile.
+  void look_up(Workspace& w, const Sequence& q, const Met& met) const {
+    const int64_t more = met.fetching == Fetching::pages     ? kAheadBlock
+                         : met.fetching == Fetching::nothing ? 0
+                                                             : kAheadCodes;
+    locate(a_, a_.k, a_.v, q, met.begin, met.stop, met.begin, met.stop, more,
+           reinterpret_cast<const C**>(w.keys_at));
+    locate(a_, a_.v, a_.k, q, met.begin, met.stop, met.end, met.last, more,
+           reinterpret_cast<const C**>(w.values_at));
+    if (met.fetching == Fetching::pages) order_pages(w);
+  }
+
   // What a whole chunk fetches, by pages.
   void order_pages(Workspace& w) const {
     order_by_pages(reinterpret_cast<const C* const*>(w.keys_at), a_.k.row * int64_t{sizeof(C)},
@@ -213,18 +268,18 @@ class FewRows {
   }
 
   // Scores of R rows, with the keys' scales in them.
-  template <int R>
-  POLYATTN_INLINE void scores(const float* q, const C* const* at, int64_t offset, int64_t keys,
-                              Ahead<C> ahead, const float* scales, float* to) const {
-    if constexpr (kBytes) {
+  template <int R, class Rows, class Next>
+  POLYATTN_INLINE void scores(const float* q, const Rows& rows, int64_t keys, const Next& next,
+                              const float* scales, float* to) const {
+    if constexpr (kBytes && !Rows::kEven) {
       if (bytes())
-        return few_byte_scores<S, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, scales, to,
+        return few_byte_scores<S, R>(q, d_.q_units, rows.at, rows.offset, keys, next, a_.head_dim, scales, to,
                                      kScoreRow);
     }
     if constexpr (kRepeats<S, U, C> && R > 1) {
-      few_repeated_scores<S, U, C, R>(q, at, offset, keys, ahead, a_.head_dim, to, kScoreRow);
+      few_repeated_scores<S, U, R>(q, rows, keys, next, a_.head_dim, to, kScoreRow);
     } else {
-      few_scores<S, U, C, R>(q, d_.q_units, at, offset, keys, ahead, a_.head_dim, to, kScoreRow);
+      few_scores<S, U, R>(q, d_.q_units, rows, keys, next, a_.head_dim, to, kScoreRow);
     }
     scale(to, scales, keys, R);
   }
@@ -236,14 +291,15 @@ class FewRows {
   }
 
   // The values of some keys into the sums of R rows.
-  template <int R>
-  POLYATTN_INLINE void row_values(const float* p, const C* const* at, int64_t offset, int64_t keys,
-                                  Ahead<C> ahead, float* out) const {
-    if constexpr (kBytes) {
+  template <int R, class Rows, class Next>
+  POLYATTN_INLINE void row_values(const float* p, const Rows& rows, int64_t keys, const Next& next,
+                                  float* out) const {
+    if constexpr (kBytes && !Rows::kEven) {
       if (bytes())
-        return few_byte_values<S, R>(p, kScoreRow, at, offset, keys, ahead, a_.value_dim, out, d_.v_columns);
+        return few_byte_values<S, R>(p, kScoreRow, rows.at, rows.offset, keys, next, a_.value_dim, out,
+                                     d_.v_columns);
     }
-    few_values<S, U, C, R>(p, kScoreRow, at, offset, keys, ahead, a_.value_dim, out, d_.v_columns);
+    few_values<S, U, R>(p, kScoreRow, rows, keys, next, a_.value_dim, out, d_.v_columns);
   }
 
   // The same in tiles for all rows; each by itself where `words` say what it sees of a tile.
@@ -334,6 +390,7 @@ class FewRows {
   const Arguments& a_;
   const Division& d_;
   const ScoreUnits<U>& units_;
+  const FetchOrders keys_, values_;
 };
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

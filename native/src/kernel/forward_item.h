@@ -95,9 +95,8 @@ class ForwardItem {
       Visit visits[kMostTogether];
       if constexpr (kMeetsFew) {
         const int64_t end = smaller(j + kChunkKeys, all.high);
-        const Fetching fetching =
-            few_.probabilities(w, items, keys, count, part.goes_on, j, end, false, visits);
-        few_.values(w, items, visits, count, j, fetching);
+        const Met met = few_.probabilities(w, items, keys, count, part.goes_on, j, end, false, visits);
+        few_.values(w, items, visits, met);
       }
     }
   }
@@ -193,7 +192,7 @@ class ForwardItem {
         if (packed[tile.slot]) continue;
         packed[tile.slot] = true;
         pack_keys(w, item, tile);
-        if (careful || !strip_.values_lie_packed(tile)) pack_values(w, item, tile);
+        if (careful || !strip_.values_lie_packed(item, tile)) pack_values(w, item, tile);
       }
       strip_.strip(w, item, index, visit, careful);
     }
@@ -202,10 +201,10 @@ class ForwardItem {
   void chunk_of_few(Workspace& w, const Item& item, const Span& keys, bool goes_on, int64_t begin,
                     int64_t end, bool careful) const {
     Visit visit;
-    const Fetching fetching = few_.probabilities(w, &item, &keys, 1, goes_on, begin, end, careful, &visit);
+    const Met met = few_.probabilities(w, &item, &keys, 1, goes_on, begin, end, careful, &visit);
     // a code of int8 is never NaN, and probabilities have the scales in them
-    if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, 1, begin, fetching);
-    if (few_.in_tiles(item.rows)) return few_.values(w, &item, &visit, 1, begin, fetching, true);
+    if (!careful || std::is_same_v<C, int8_t>) return few_.values(w, &item, &visit, met);
+    if (few_.in_tiles(item.rows)) return few_.values(w, &item, &visit, met, true);
     for (int n = 0; n < visit.tiles; ++n) {
       const Tile& tile = visit.tile[n];
       auto value = [&](int64_t j) { return strip_.key_row(a_.v, item, tile.j0 + j); };

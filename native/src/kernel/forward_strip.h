@@ -27,10 +27,12 @@ class ForwardStrip {
     return w.v + tile.slot * (kTile / U::kValues) * d_.v_columns;
   }
 
-  // Whether a tile's values lie in memory as they would be packed.
-  bool values_lie_packed(const Tile& tile) const {
-    return std::is_same_v<C, float> && U::kValues == 1 && !a_.pages.table && a_.v.row == d_.v_columns &&
-           a_.value_dim == d_.v_columns && tile.keys == tile.columns;
+  // Whether a tile's values lie in memory as they would be packed: also from a line of the cache on, else each vector
+  // is read from two.
+  bool values_lie_packed(const Item& item, const Tile& tile) const {
+    if constexpr (!std::is_same_v<C, float> || U::kValues != 1) return false;
+    return !a_.pages.table && a_.v.row == d_.v_columns && a_.value_dim == d_.v_columns &&
+           tile.keys == tile.columns && reinterpret_cast<uintptr_t>(key_row(a_.v, item, tile.j0)) % 64 == 0;
   }
 
   void strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) const {
@@ -125,7 +127,7 @@ class ForwardStrip {
   }
 
   const float* values_of(const Workspace& w, const Item& item, const Tile& tile) const {
-    if (!values_lie_packed(tile)) return packed_values(w, tile);
+    if (!values_lie_packed(item, tile)) return packed_values(w, tile);
     return reinterpret_cast<const float*>(key_row(a_.v, item, tile.j0));
   }
 

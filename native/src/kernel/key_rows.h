@@ -14,6 +14,18 @@ constexpr int64_t kMostPages = 8, kPageBytes = 4096;
 constexpr int64_t kRowsAtOnce = 16;  // whole vectors of them are read, at most so many
 constexpr int64_t kLocatedRows = kChunkKeys + kRowsAtOnce + kAheadBlock;
 
+// Keys or values that were looked up; `offset`: elements from what was to a head's.
+template <class T>
+struct LocatedRows {
+  using Element = T;
+  static constexpr bool kEven = false;
+  const T* const* at;
+  int64_t offset;
+
+  POLYATTN_INLINE const T* operator[](int64_t j) const { return at[j] + offset; }
+  LocatedRows from_column(int64_t column) const { return {at, offset + column}; }
+};
+
 // What is fetched while some keys are met: a row for each, `offset` elements further. None if `rows` is null.
 template <class T>
 struct Ahead {
@@ -21,8 +33,10 @@ struct Ahead {
   int64_t offset;
 
   bool here() const { return rows != nullptr; }
-  const T* of(int64_t j) const { return rows[j] + offset; }
+  POLYATTN_INLINE bool here(int64_t) const { return here(); }
+  POLYATTN_INLINE const T* of(int64_t j) const { return rows[j] + offset; }
   Ahead where(bool wanted) const { return {wanted ? rows : nullptr, offset}; }
+  Ahead from_column(int64_t column) const { return {rows, offset + column}; }
 };
 
 // In how many pages the rows of a block lie, as a power of two; `row`: bytes from one to the next.

@@ -6,6 +6,9 @@
 namespace polyattn::POLYATTN_NAMESPACE {
 
 struct TileSimd : PairSimd {
+  // Into the first cache: what is in the second one already is read from there once more, and not twice more.
+  static constexpr int kFetchHint = 3;
+
   // As in the other sets, to the bit. The fraction is one instruction, which is fast on Intel's processors, and the
   // last instruction takes the whole part of its operand by itself.
   template <int kDegree>
