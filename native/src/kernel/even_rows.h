@@ -24,7 +24,8 @@ struct EvenRows {
   EvenRows from_column(int64_t column) const { return {first + column, stride}; }
 };
 
-// The last rows of some, from row `begin` on, at most a vector of them; the last one stands for those that are not there.
+// The last rows of some, from row `begin` on, at most a vector of them; the last one stands for those that are not
+// there.
 template <class T>
 class LastRows {
  public:
