@@ -43,10 +43,10 @@ class LastRows {
 struct FetchOrder {
   static constexpr int64_t kRows = 8;  // of which each has a place
   int power;
-  int64_t stride, step;  // elements from a row to the next, and from eight that are fetched to the next ones
+  int64_t step;  // elements from eight rows that are fetched to the next ones
   int64_t place[kRows];
 
-  FetchOrder(int64_t row, int pages) : power(pages), stride(row), step((kRows >> pages) * row) {
+  FetchOrder(int64_t row, int pages) : power(pages), step((kRows >> pages) * row) {
     static_assert(kRows == kMostPages);
     for (int64_t i = 0; i < kRows; ++i) place[i] = in_turn(i, pages) * row;
   }
