@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyattn.bench.machine import processor_name
 from polyattn.bench.models.model_row import OUTCOMES, Row
 
 __all__ = ["models_of"]
@@ -40,7 +41,7 @@ def _lines(record: Mapping[str, Any], path: Path) -> Iterator[str]:
     runs = sum(len(row.cases) for row in rows if row.outcome == "equal")
     yield (
         f"{len(rows)} of {record['library']} {record['version']}, torch "
-        f"{record['versions']['torch']} on {machine['cpu']}, {machine['cores']} cores, "
+        f"{record['versions']['torch']} on {processor_name(machine)}, {machine['cores']} cores, "
         f"{record.get('date', 'no date')[:10]}: {record['calls']:,} calls on polyattn, {runs:,} "
         "runs of models that are equal. The record: "
         f"`{path.relative_to(_RESULTS.parent.parent).as_posix()}`."

@@ -13,6 +13,7 @@ from models_tables import models_of
 
 from polyattn import settings
 from polyattn.bench.cpu.goals import OWN, Processors, processors_like, verdicts
+from polyattn.bench.machine import processor_name
 from polyattn.problem.processor import level_of
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities
 from polyattn.selection.registry import Backend, Registry, registry
@@ -84,7 +85,8 @@ def costs() -> str:
     machine, found = record["machine"], {row["name"]: row for row in record["rows"]}
     busy = record["foreign_load"]["median"]
     where = (
-        f"{machine['cpu']}, {machine['cores']} cores, torch {record['versions']['torch']}, "
+        f"{processor_name(machine)}, {machine['cores']} cores, "
+        f"torch {record['versions']['torch']}, "
         f"{record['date'][:10]}, others busy {busy:.0%}: "
         f"[the record]({path.relative_to(ROOT).as_posix()})."
     )
@@ -120,7 +122,8 @@ def _programs(path: Path) -> str:
     names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "diffusers"))
     level = level_of(frozenset(machine["flags"]))
     where = (
-        f"{machine['cpu']} with {level}, {machine['cores']} cores, {names}, {record['date'][:10]}, "
+        f"{processor_name(machine)} with {level}, {machine['cores']} cores, {names}, "
+        f"{record['date'][:10]}, "
         f"by `{record['command']}`: [the record]({path.relative_to(ROOT).as_posix()}). Time of the "
         "library's own default over that with polyattn:"
     )
@@ -158,7 +161,7 @@ def _processor(folder: Path) -> str:
     records = [json.loads(one.read_text(encoding="utf-8")) for one in folder.glob("*.json")]
     machine = next(one["machine"] for one in records if "machine" in one)
     level = level_of(frozenset(machine["flags"]))
-    parts = [f"### {machine['cpu']} with {level}, {machine['cores']} cores"]
+    parts = [f"### {processor_name(machine)} with {level}, {machine['cores']} cores"]
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if record:
         parts += [_conditions(record, path), _goals(record, _limits(folder)), _peers(record)]

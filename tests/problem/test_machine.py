@@ -41,6 +41,10 @@ def test_processors_are_named_by_their_instruction_sets() -> None:
     both = Facts.parse("cpu:sve+bf16").instructions
     assert both == {"sve", "bf16", "neon"}
     assert Facts.parse("zen4").instructions == Facts.parse("cpu:avx512_bf16").instructions
+    five = Facts.parse("Zen 5")
+    assert five.family == 26 and five.instructions == Facts.parse("zen4").instructions | {
+        "avx_vnni"
+    }
     assert Facts.parse("Sapphire Rapids").instructions > amx
     assert Facts("cpu", instructions=["avx2"]).instructions == {"avx2"}
 

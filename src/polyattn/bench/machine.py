@@ -7,13 +7,19 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from polyattn.problem.processor import identity, processor
 
-__all__ = ["accelerator", "command_line", "describe", "flags", "machine_class", "versions"]
+__all__ = [
+    "accelerator", "command_line", "describe", "flags", "machine_class", "processor_name",
+    "versions",
+]  # fmt: skip
 
 _FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
+_GENERATIONS = {("AuthenticAMD", 26): "Zen 5"}
+"""Processors whose name and instruction sets are also another's, by vendor and family."""
 _PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy", "jax")
 
 
@@ -42,11 +48,14 @@ def accelerator() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def machine_class(machine: dict[str, Any]) -> str:
+def machine_class(machine: Mapping[str, Any]) -> str:
     """Return the name of the folder that the records of such machines go to.
 
     >>> machine_class({"cpu": "AMD EPYC", "cores": 2, "flags": ["avx2", "avx512f", "avx512_bf16"]})
     'amd-epyc-avx512-bf16-2-cores'
+    >>> machine_class({"cpu": "AMD EPYC", "vendor": "AuthenticAMD", "family": 26, "cores": 2,
+    ...                "flags": ["avx2", "avx512f", "avx512_bf16"]})
+    'amd-epyc-zen-5-avx512-bf16-2-cores'
     >>> machine_class({"cpu": "Intel Xeon", "cores": 16, "flags": [], "accelerator": "NVIDIA H100"})
     'nvidia-h100'
     """
@@ -54,11 +63,21 @@ def machine_class(machine: dict[str, Any]) -> str:
         return _slug(machine["accelerator"])
     flags = set(machine["flags"])
     best = next((name for name in ("avx512f", "avx2", "sve", "asimd") if name in flags), "")
-    parts = [machine["cpu"], best.removesuffix("f")]
+    parts = [processor_name(machine), best.removesuffix("f")]
     parts += ["bf16"] if flags & {"avx512_bf16", "bf16"} else []
     parts += ["amx"] if "amx_bf16" in flags else []
     parts.append(f"{machine['cores']}-cores")
     return _slug(" ".join(filter(None, parts)))
+
+
+def processor_name(machine: Mapping[str, Any]) -> str:
+    """Return the processor's name, with its generation where the name leaves that open.
+
+    >>> processor_name({"cpu": "AMD EPYC", "vendor": "AuthenticAMD", "family": 26})
+    'AMD EPYC Zen 5'
+    """
+    generation = _GENERATIONS.get((machine.get("vendor"), machine.get("family")), "")
+    return f"{machine['cpu']} {generation}".strip()
 
 
 def _slug(name: str) -> str:

@@ -6,6 +6,7 @@ are put in place together, in one pass over the modules, and taken out when the 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from polyattn import settings
+from polyattn.integrations.on_import import OnImport
 from polyattn.selection import Selection, scopes
 from polyattn.selection.wishes import current_wishes
 from polyattn.torch.internals import (
@@ -50,11 +52,12 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Seam:
-    """One function of torch's, and its stand-in.
+    """One function of torch's or of a library's, and its stand-in.
 
     `operator`: what torch.jit scripts calls of the stand-in as; otherwise it scripts the original.
     `seen_through`: compilers find the original where they look at the stand-in. `for_compilers`:
-    what stands where they look operators up by name, instead of the stand-in.
+    what stands where they look operators up by name, instead of the stand-in. `module`: of a
+    library's, the module that has it, which may be imported while calls are routed already.
     """
 
     original: Callable[[], Any]
@@ -62,6 +65,7 @@ class Seam:
     operator: str = ""
     seen_through: bool = True
     for_compilers: Any = None
+    module: str = ""
 
 
 class Compiled:
@@ -81,6 +85,7 @@ class Router:
         self.scopes: tuple[str, ...] = ()  # for threads, which begin without any scope
         self._seams: list[Seam] = []
         self._replaced: list[tuple[Any, Any]] = []
+        self._waiting: dict[str, OnImport] = {}
 
     def add(self, *seams: Seam) -> None:
         """Have further functions replaced while a routing is entered."""
@@ -95,7 +100,9 @@ class Router:
                 self.listeners = (*self.listeners, listener)
                 scopes.record(1)  # calls look for recorders
             if self.depth == 1:
-                self._put_in_place()
+                self._replaced = []
+                self._put_in_place(self._seams)
+                self._wait()
 
     def leave(self, listener: Listener | None) -> None:
         """Undo :meth:`enter`."""
@@ -113,12 +120,26 @@ class Router:
                 _swap(back)
                 for seam in self._seams:
                     forget_jit_builtin(seam.stand_in)
+                for waiting in self._waiting.values():
+                    waiting.cancel()
+                self._waiting = {}
 
-    def _put_in_place(self) -> None:
-        self._replaced = []
-        for seam in self._seams:
+    def _wait(self) -> None:
+        """See to libraries when they are imported."""
+        names = {s.module for s in self._seams if s.module and s.module not in sys.modules}
+        for name in names:
+            self._waiting[name] = OnImport(name, functools.partial(self._imported, name))
+
+    def _imported(self, name: str) -> None:
+        with self.lock:
+            if self._waiting.pop(name, None) is not None:
+                self._put_in_place([seam for seam in self._seams if seam.module == name])
+
+    def _put_in_place(self, seams: Sequence[Seam]) -> None:
+        added = []
+        for seam in seams:
             original = seam.original()
-            if original is None:  # this torch has none
+            if original is None:  # this torch has none, or the library is not imported
                 continue
             if seam.operator:
                 register_jit_builtin(seam.stand_in, seam.operator)
@@ -126,9 +147,11 @@ class Router:
                 script_as(seam.stand_in, original)
             if seam.seen_through:
                 inline_as(seam.stand_in, original)
-            self._replaced.append((original, seam.stand_in))
-        _swap(self._replaced)
-        for seam in self._seams:
+            added.append((original, seam.stand_in))
+        self._replaced += added
+        if added:
+            _swap(added)
+        for seam in seams:
             if seam.for_compilers is not None:
                 replace_operator(seam.stand_in, seam.for_compilers)
 

@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from polyattn.integrations import flex_calls as _flex_calls  # noqa: F401 - adds its seam
 from polyattn.integrations import fused_layers as _fused_layers  # noqa: F401 - adds its seams
+from polyattn.integrations import grouped_heads as _grouped_heads  # noqa: F401 - adds its seam
 from polyattn.integrations.routing import Compiled, Listener, SdpaCall, Seam, router
 from polyattn.selection import scopes
 from polyattn.selection.requests import use_backend

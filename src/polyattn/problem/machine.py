@@ -110,13 +110,15 @@ _PRODUCTS = {
     "max1550": "xpu:pvc", "b580": "xpu:bmg",
     "haswell": "cpu:avx2", "skylakex": "cpu:avx512f", "icelake": "cpu:avx512_vnni",
     "sapphirerapids": "cpu:amx_bf16+amx_int8+avx512_fp16", "zen3": "cpu:avx2",
-    "zen4": "cpu:avx512_bf16", "graviton2": "cpu:neon", "graviton3": "cpu:sve+bf16+i8mm",
+    "zen4": "cpu:avx512_bf16", "zen5": "cpu:avx512_bf16+avx_vnni",
+    "graviton2": "cpu:neon", "graviton3": "cpu:sve+bf16+i8mm",
 }  # fmt: skip
 
 _MAKERS = {
     "haswell": ("GenuineIntel", 6), "skylakex": ("GenuineIntel", 6), "icelake": ("GenuineIntel", 6),
     "sapphirerapids": ("GenuineIntel", 6), "zen3": ("AuthenticAMD", 25),
-    "zen4": ("AuthenticAMD", 25), "graviton2": ("ARM", 0xD0C), "graviton3": ("ARM", 0xD40),
+    "zen4": ("AuthenticAMD", 25), "zen5": ("AuthenticAMD", 26),
+    "graviton2": ("ARM", 0xD0C), "graviton3": ("ARM", 0xD40),
 }  # fmt: skip
 """Vendor and family of the processors among the products, as they tell it themselves."""
 

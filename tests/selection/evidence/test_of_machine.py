@@ -33,6 +33,7 @@ RECORDS = files("polyattn.selection.evidence") / "records"
 
 ZEN4 = Machine("AuthenticAMD", 25, "avx512bf16", "2.13", 2, "avx512bf16")
 AMX = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16")
+ZEN5 = Machine("AuthenticAMD", 26, "avx512bf16", "2.13", 2, "avx512bf16")
 ZEN3 = Machine("AuthenticAMD", 25, "avx2", "2.13", 2, "avx2")
 GRAVITON = Machine("ARM", 0xD40, "sve", "2.13", 2, "neon")
 
@@ -139,11 +140,11 @@ def test_what_the_record_of_such_a_machine_lacks_is_said(monkeypatch: pytest.Mon
 
 def test_only_a_record_of_the_same_machine_counts() -> None:
     assert find(ZEN4).name == "amd-zen4" and find(AMX).name == "intel-amx"
-    assert find(ZEN3).name == "amd-avx2"
+    assert find(ZEN3).name == "amd-avx2" and find(ZEN5).name == "amd-zen5"
     others = [
         Machine("AuthenticAMD", 23, "avx2", "2.13", 2, "avx2"),  # Zen 2
         GRAVITON, Machine(None, None, None), Machine(None, None, "avx512bf16", "2.13", 2),
-        Machine("AuthenticAMD", 26, "avx512bf16", "2.13", 2),  # Zen 5
+        Machine("AuthenticAMD", 26, "avx2", "2.13", 2, "avx2"),  # no Zen 5 that is known
         Machine("GenuineIntel", 6, "avx512bf16", "2.13", 2),  # Cooper Lake
         Machine("AuthenticAMD", 25, "avx512bf16", "2.13", 2, "avx2"),  # POLYATTN_NATIVE_ISA
     ]  # fmt: skip
