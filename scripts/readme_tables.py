@@ -158,11 +158,12 @@ def cpu() -> str:
 def _processor(folder: Path) -> str:
     """Return the tables of one record; what was copied by hand stands in for engines it lacks."""
     path, by_hand = folder / "cpu.json", folder / "peers.md"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     records = [json.loads(one.read_text(encoding="utf-8")) for one in folder.glob("*.json")]
-    machine = next(one["machine"] for one in records if "machine" in one)
+    # older records do not name the processor's family
+    machine = (record or next(one for one in records if "machine" in one))["machine"]
     level = level_of(frozenset(machine["flags"]))
     parts = [f"### {processor_name(machine)} with {level}, {machine['cores']} cores"]
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if record:
         parts += [_conditions(record, path), _goals(record, _limits(folder)), _peers(record)]
     if by_hand.exists() and not _answered(record):

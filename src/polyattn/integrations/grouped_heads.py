@@ -3,8 +3,8 @@
 Where a mask is given (each step on a static cache has one), transformers repeats keys and values
 for every query head before it calls torch's function: on CUDA torch's fast kernels would refuse
 grouped heads there. Eager steps of one query are spared that, compiled ones are not. On CPUs every
-step then copies the whole cache several times over: with 4,096 keys of four heads for sixteen, more
-than half of a token's time. Every backend of polyattn takes grouped heads, and so does torch's own
+step then copies the whole cache several times over (`polyattn bench generate --only "*compiled*"`).
+Every backend of polyattn takes grouped heads, and so does torch's own
 function on CPUs.
 """
 
@@ -33,7 +33,7 @@ def _original() -> Any:
 
 
 def _is_grouped(attention_mask: Any, key: Any, *others: Any) -> Any:
-    """Stands in for it; `others`: the value, from transformers 5.19 on."""
+    """Stands in for it; `others`: the value, of versions that ask about it too."""
     if is_dynamo_compiling() and key.device.type == "cpu" and not is_exported():
         return True
     return _held[0](attention_mask, key, *others)
