@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 _FLAGS = re.compile(r"avx|amx|sve|neon|asimd|bf16|f16c|fma|vnni")
-_GENERATIONS = {("AuthenticAMD", 26): "Zen 5"}
+_GENERATIONS: dict[tuple[Any, Any], str] = {("AuthenticAMD", 26): "Zen 5"}
 """Processors whose name and instruction sets are also another's, by vendor and family."""
 _PACKAGES = ("polyattn", "torch", "diffusers", "transformers", "numpy", "jax")
 
