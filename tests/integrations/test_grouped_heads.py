@@ -99,6 +99,21 @@ def test_eager_calls_and_other_devices_are_asked_of_transformers_itself() -> Non
     assert on_meta.is_meta and torch.equal(on_cpu, key + 1)
 
 
+class Asks(torch.nn.Module):
+    """A module that does one thing where heads are grouped, and another where they are not."""
+
+    def forward(self, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return key + 1 if sdpa_attention.use_gqa_in_sdpa(mask, key, key) else key - 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_exported_is_transformers_own(strict: bool) -> None:
+    key, mask = torch.zeros(1, 2, 8, 4), torch.ones(1, 1, 1, 8, dtype=torch.bool)
+    with route_sdpa():
+        program = torch.export.export(Asks(), (key, mask), strict=strict)
+    assert torch.equal(program.module()(key, mask), key - 1)
+
+
 LATE = """
 from polyattn.integrations.sdpa_patch import route_sdpa
 import sys
