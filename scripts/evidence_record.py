@@ -16,7 +16,7 @@ from typing import Any
 
 from polyattn.problem import MaskFacts, Problem
 from polyattn.problem.processor import level_of
-from polyattn.selection.evidence.problem_kinds import KINDS, is_small, is_small_training, kind_of
+from polyattn.selection.evidence.problem_kinds import KINDS, is_small, is_tiny_training, kind_of
 from polyattn.selection.evidence.shipped import SCHEMA, parse
 from polyattn.selection.processor_kind import release_of
 
@@ -130,9 +130,9 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Map
             grad=bool(row["train"]),
             mask=MASKS[row["mask"]],
         )
-        if is_small(problem) and (problem.grad or problem.gqa or problem.mask):
+        if is_small(problem) and not problem.grad and (problem.gqa or problem.mask):
             continue
-        if is_small_training(problem):
+        if is_tiny_training(problem):
             continue
         # what would run in the kernel's stead: of grouped decoding, sdpa_flash folds the heads
         folded = row.get("peers", {}).get("folded", {}).get("ratio")

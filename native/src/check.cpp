@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <initializer_list>
 #include <limits>
-#include <utility>
 
 #include "polyattn/arguments.h"
 #include "reach.h"
@@ -27,26 +25,6 @@ bool known(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || 
 
 bool aligned(const void* data, int64_t size) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size) == 0;
-}
-
-// Whether two rows of an array that is written can share elements: threads write rows in any order.
-bool overlapping(Dimension (&dimensions)[3], int64_t row_elements) {
-  for (Dimension& dimension : dimensions) {
-    dimension.stride = dimension.size <= 1 ? 0 : std::abs(dimension.stride);
-  }
-  const auto order = [](Dimension& inner, Dimension& outer) {
-    if (inner.stride > outer.stride) std::swap(inner, outer);
-  };
-  order(dimensions[0], dimensions[1]);
-  order(dimensions[1], dimensions[2]);
-  order(dimensions[0], dimensions[1]);
-  int64_t covered = row_elements;
-  for (const Dimension& dimension : dimensions) {
-    if (dimension.size <= 1) continue;
-    if (dimension.stride < covered) return true;
-    covered += (dimension.size - 1) * dimension.stride;
-  }
-  return false;
 }
 
 struct Shape {
@@ -223,7 +201,7 @@ const char* check_packed(const Arguments& a, Pass pass) {
   }
   if (a.lse.data != nullptr && a.lse.batch != 0) return stride;
   if (pass == Pass::forward) return a.out.batch != 0 ? stride : nullptr;
-  for (const Array* array : {&a.dout, &a.dq, &a.dk, &a.dv, &a.delta}) {
+  for (const Array* array : {&a.dout, &a.dq, &a.dk, &a.dv, a.delta.data != nullptr ? &a.delta : &a.out}) {
     if (array->batch != 0) return stride;
   }
   return nullptr;
@@ -378,7 +356,10 @@ const char* check_arrays(const Arguments& a, Pass pass) {
   }
   if ((complaint = check_array("lse", a.lse, row, 4, false))) return complaint;
   if ((complaint = check_array("dout", a.dout, out, size, false))) return complaint;
-  if ((complaint = check_array("delta", a.delta, row, 4, false))) return complaint;
+  const bool made = a.delta.data == nullptr;  // of dout and out
+  complaint =
+      made ? check_array("out", a.out, out, size, false) : check_array("delta", a.delta, row, 4, false);
+  if (complaint) return complaint;
   if ((complaint = check_array("dq", a.dq, q, size, true))) return complaint;
   if ((complaint = check_array("dk", a.dk, k, size, true))) return complaint;
   return check_array("dv", a.dv, v, size, true);

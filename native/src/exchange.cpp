@@ -61,16 +61,12 @@ Extent broadcast(const Description& x, const char* name, const int64_t (&scores)
   return {elements * (x.bits / 8), 0};
 }
 
-template <typename Bits>
-bool holds_zero(const Description& x) {
-  const auto* const floats = reinterpret_cast<const Bits*>(static_cast<char*>(x.data) + x.byte_offset);
-  const Bits magnitude = static_cast<Bits>(~Bits{0}) >> 1;
-  const int64_t count = x.shape[x.dims - 1], step = x.strides[x.dims - 1];
+// Whether `row` says so of a row of the last dim, which is given as the place of its first entry; ends with it.
+template <typename Row>
+bool any_row(const Description& x, Row row) {
   int64_t at[kMostDims] = {}, place = 0;
   while (true) {
-    for (int64_t i = 0; i < count; ++i) {
-      if ((floats[place + i * step] & magnitude) == 0) return true;
-    }
+    if (row(place)) return true;
     int dim = x.dims - 2;
     for (; dim >= 0 && ++at[dim] == x.shape[dim]; --dim) {
       place -= (x.shape[dim] - 1) * x.strides[dim];
@@ -81,32 +77,75 @@ bool holds_zero(const Description& x) {
   }
 }
 
+template <typename Bits>
+const Bits* entries(const Description& x) {
+  return reinterpret_cast<const Bits*>(static_cast<char*>(x.data) + x.byte_offset);
+}
+
+template <typename Bits>
+constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
+
+template <typename Bits>
+bool holds_zero(const Description& x) {
+  const Bits* const floats = entries<Bits>(x);
+  const int64_t count = x.shape[x.dims - 1], step = x.strides[x.dims - 1];
+  return any_row(x, [&](int64_t place) {
+    for (int64_t i = 0; i < count; ++i) {
+      if ((floats[place + i * step] & kMagnitude<Bits>) == 0) return true;
+    }
+    return false;
+  });
+}
+
+// Whether all magnitudes are below one, given as its bits.
+template <typename Bits>
+bool all_below(const Description& x, Bits limit) {
+  constexpr Bits kSign = static_cast<Bits>(kMagnitude<Bits> + 1);
+  const Bits more = static_cast<Bits>(kSign - limit);  // takes those that are not below into the sign
+  const Bits* const floats = entries<Bits>(x);
+  const int64_t count = x.shape[x.dims - 1], step = x.strides[x.dims - 1];
+  return !any_row(x, [&](int64_t place) {
+    constexpr int kAtOnce = 16;
+    Bits found[kAtOnce] = {};
+    int64_t i = 0;
+    if (step == 1) {
+      for (; i + kAtOnce <= count; i += kAtOnce) {
+        for (int j = 0; j < kAtOnce; ++j) {
+          found[j] = static_cast<Bits>(found[j] | ((floats[place + i + j] & kMagnitude<Bits>)+more));
+        }
+      }
+    }
+    for (; i < count; ++i) {
+      found[0] = static_cast<Bits>(found[0] | ((floats[place + i * step] & kMagnitude<Bits>)+more));
+    }
+    for (int j = 1; j < kAtOnce; ++j) found[0] = static_cast<Bits>(found[0] | found[j]);
+    return (found[0] & kSign) != 0;
+  });
+}
+
 // Ends at the first float that is neither: of biases that are no masks little is read.
 template <typename Bits>
 bool read_mask(const Description& x, uint8_t* out, Bits shut) {
-  const auto* const floats = reinterpret_cast<const Bits*>(static_cast<char*>(x.data) + x.byte_offset);
-  const Bits magnitude = static_cast<Bits>(~Bits{0}) >> 1;
+  const Bits* const floats = entries<Bits>(x);
   const int64_t count = x.shape[x.dims - 1], step = x.strides[x.dims - 1];
-  int64_t at[kMostDims] = {}, place = 0;
-  while (true) {
-    const Bits* const row = floats + place;
+  return !any_row(x, [&](int64_t place) {
     bool strange = false;
     for (int64_t i = 0; i < count; ++i) {
-      const Bits value = row[i * step];
-      const bool open = (value & magnitude) == 0;
+      const Bits value = floats[place + i * step];
+      const bool open = (value & kMagnitude<Bits>) == 0;
       strange |= !open & (value != shut);
-      out[i] = open;
+      *out++ = open;
     }
-    if (strange) return false;
-    out += count;
-    int dim = x.dims - 2;
-    for (; dim >= 0 && ++at[dim] == x.shape[dim]; --dim) {
-      place -= (x.shape[dim] - 1) * x.strides[dim];
-      at[dim] = 0;
-    }
-    if (dim < 0) return true;
-    place += x.strides[dim];
-  }
+    return strange;
+  });
+}
+
+// Whether it has 1 to 8 dims on the CPU, none of them empty.
+bool is_readable(const Description& x) {
+  bool fits = x.device_type == kCpu && x.lanes == 1 && x.dims >= 1 && x.dims <= kMostDims &&
+              x.strides != nullptr && x.data != nullptr;
+  for (int i = 0; fits && i < x.dims; ++i) fits = x.shape[i] > 0;
+  return fits;
 }
 
 }  // namespace
@@ -284,6 +323,30 @@ bool Exchange::has_zero(nb::handle tensor) const {
     default:
       refuse(complain("got floats of %d bits, expected 16, 32 or 64", x.bits));
   }
+}
+
+bool Exchange::is_ordinary(nb::handle tensor) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  if (!is_readable(x)) return false;
+  // 2**50: products of two, and their sums, are far from infinity in float32
+  if (is_of(x, DType::f32)) return all_below<uint32_t>(x, 0x58800000U);
+  if (is_of(x, DType::bf16)) return all_below<uint16_t>(x, 0x5880U);
+  return is_of(x, DType::f16) && all_below<uint16_t>(x, 0x7C00U);
+}
+
+bool Exchange::has_no_empty_row(nb::handle mask) const {
+  Description x;
+  if (read_(mask.ptr(), &x) != 0) throw nb::python_error();
+  if (!is_readable(x) || x.code != kBool || x.bits != 8) return false;
+  const auto* const allowed = entries<uint8_t>(x);
+  const int64_t count = x.shape[x.dims - 1], step = x.strides[x.dims - 1];
+  return !any_row(x, [&](int64_t place) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (allowed[place + i * step] != 0) return false;
+    }
+    return true;
+  });
 }
 
 }  // namespace polyattn

@@ -52,6 +52,12 @@ class Exchange {
   // Whether one of the floats, whatever their type, on the CPU is zero.
   bool has_zero(nanobind::handle tensor) const;
 
+  // Whether the floats of a tensor on the CPU are all finite, and so small that scores made of them are.
+  bool is_ordinary(nanobind::handle tensor) const;
+
+  // Whether booleans on the CPU have a true one in each row of their last dim.
+  bool has_no_empty_row(nanobind::handle mask) const;
+
  private:
   int (*read_)(void* tensor, void* description);
 };

@@ -2,6 +2,8 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
+#include <utility>
 
 namespace polyattn {
 namespace {
@@ -44,6 +46,25 @@ const char* check_reach(const char* name, std::initializer_list<Dimension> dimen
       "which are all that its memory holds",
       name, static_cast<long long>(low), static_cast<long long>(high), static_cast<long long>(first),
       static_cast<long long>(last));
+}
+
+bool overlapping(Dimension (&dimensions)[3], int64_t row_elements) {
+  for (Dimension& dimension : dimensions) {
+    dimension.stride = dimension.size <= 1 ? 0 : std::abs(dimension.stride);
+  }
+  const auto order = [](Dimension& inner, Dimension& outer) {
+    if (inner.stride > outer.stride) std::swap(inner, outer);
+  };
+  order(dimensions[0], dimensions[1]);
+  order(dimensions[1], dimensions[2]);
+  order(dimensions[0], dimensions[1]);
+  int64_t covered = row_elements;
+  for (const Dimension& dimension : dimensions) {
+    if (dimension.size <= 1) continue;
+    if (dimension.stride < covered) return true;
+    covered += (dimension.size - 1) * dimension.stride;
+  }
+  return false;
 }
 
 }  // namespace polyattn

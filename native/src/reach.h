@@ -25,4 +25,7 @@ __attribute__((format(printf, 1, 2))) const char* complain(const char* form, ...
 const char* check_reach(const char* name, std::initializer_list<Dimension> dimensions, int64_t columns,
                         int64_t width, const Extent& extent);
 
+// Whether two rows of an array that is written can share elements: threads write rows in any order.
+bool overlapping(Dimension (&dimensions)[3], int64_t row_elements);
+
 }  // namespace polyattn

@@ -1,4 +1,5 @@
-// forward_tensors() of the Python module: tensors in, which C reads by itself, and one kernel call.
+// forward_tensors() and backward_tensors() of the Python module: tensors in, which C reads by itself, and one
+// kernel call.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -66,57 +67,127 @@ void read_pages(const Exchange& tensors, nb::handle pages, int64_t count, int64_
              held.table.extent, held.lengths.data, held.lengths.extent};
 }
 
-// The shortest way: tensors that say themselves where they lie, and no lse. `rows_first`: they are
-// (B, T, N, H), else (B, N, T, H), and say the sizes of the call. The terms are those of a mask
-// without arrays; `mask` (booleans) and `bias`, where given, broadcast to the scores. `quantised`:
-// (key_scales, value_scales, block), keys and values being codes. `pages`: (block_table, lengths),
-// keys and values being (pages, rows of a page, K, H), or heads first.
+// The sizes of a call and its arrays, as tensors say them. `rows_first`: they are (B, T, N, H), else (B, N, T, H).
+class Call {
+ public:
+  Call(const Exchange& tensors, int threads, int dtype, bool rows_first, double scale, double softcap)
+      : tensors_(tensors), head_(rows_first ? 2 : 1) {
+    a.threads = threads;
+    a.dtype = static_cast<DType>(dtype);
+    a.scale = static_cast<float>(scale);
+    a.softcap = static_cast<float>(softcap);
+  }
+  Call(const Call&) = delete;
+
+  // `pages`, `quantised`: see forward_tensors.
+  void read_inputs(nb::handle q, nb::handle k, nb::handle v, nb::handle quantised, nb::handle pages) {
+    int64_t queries[4], keys[4], values[4];
+    tensors_.shape(q, "q", queries);
+    tensors_.shape(k, "k", keys);
+    tensors_.shape(v, "v", values);
+    const int row = 3 - head_;
+    a.batch = queries[0], a.q_heads = queries[head_], a.q_len = queries[row], a.head_dim = queries[3];
+    a.kv_heads = keys[head_], a.kv_len = keys[row], a.value_dim = values[3];
+    holders_ = pages.is_none() ? a.batch : keys[0], stored_ = a.kv_len;
+    if (!pages.is_none()) read_pages(tensors_, pages, keys[0], stored_, a, held_);
+    if (!quantised.is_none()) read_scales(tensors_, quantised, k, a);
+    a.q = array_of_queries(q, "q", a.head_dim);
+    a.k = array_of_keys(k, "k", a.head_dim, a.quantised.codes);
+    a.v = array_of_keys(v, "v", a.value_dim, a.quantised.codes);
+  }
+
+  // The terms are those of a mask without arrays; `mask` (booleans) and `bias` broadcast to the scores.
+  void read_mask(nb::handle terms, nb::handle mask, nb::handle bias) {
+    read_terms(terms, a);
+    const int64_t scores[] = {a.batch, a.q_heads, a.q_len, a.kv_len};
+    if (!mask.is_none()) {
+      if (a.terms != 0) refuse("mask: got an array beside terms, expected one of them");
+      a.term[a.terms++] = tensors_.allowed(mask, scores);
+    }
+    if (!bias.is_none()) a.bias = tensors_.added(bias, scores);
+  }
+
+  Array array_of_queries(nb::handle tensor, const char* name, int64_t columns) const {
+    return array(tensor, name, Codes::none, a.batch, a.q_heads, a.q_len, columns);
+  }
+  Array array_of_keys(nb::handle tensor, const char* name, int64_t columns, Codes codes = Codes::none) const {
+    return array(tensor, name, codes, holders_, a.kv_heads, stored_, columns);
+  }
+
+  // (B, N, T) of float32, contiguous.
+  Array sums(nb::handle tensor, const char* name) const {
+    const int64_t sizes[] = {a.batch, a.q_heads, a.q_len};
+    const Scales found = tensors_.scales(tensor, name, sizes);
+    return {const_cast<float*>(found.data), found.batch, found.head, 1, found.extent};
+  }
+
+  Arguments a;
+
+ private:
+  Array array(nb::handle tensor, const char* name, Codes codes, int64_t batch, int64_t heads, int64_t rows,
+              int64_t columns) const {
+    const bool rows_first = head_ == 2;
+    const int64_t shape[] = {batch, rows_first ? rows : heads, rows_first ? heads : rows, columns};
+    return tensors_.array(tensor, name, a.dtype, codes, shape, head_, 3 - head_);
+  }
+
+  const Exchange& tensors_;
+  const int head_;
+  int64_t holders_ = 0, stored_ = 0;
+  Held held_;
+};
+
+// The shortest way: tensors that say themselves where they lie. `quantised`: (key_scales, value_scales, block),
+// keys and values being codes. `pages`: (block_table, lengths), keys and values being (pages, rows of a page, K, H),
+// or heads first. `lse`: where it is wanted.
 void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first, double scale,
                      double softcap, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                      nb::handle terms, nb::handle mask, nb::handle bias, nb::handle quantised,
-                     nb::handle pages) {
+                     nb::handle pages, nb::handle lse) {
   const Kernels& kernels = chosen(isa);
   const Exchange tensors(exchange);
-  Arguments a;
-  Held held;
-  a.threads = threads;
-  a.dtype = static_cast<DType>(dtype);
-  a.scale = static_cast<float>(scale);
-  a.softcap = static_cast<float>(softcap);
-  read_terms(terms, a);
-  const int head = rows_first ? 2 : 1, row = 3 - head;
-  int64_t queries[4], keys[4], values[4];
-  tensors.shape(q, "q", queries);
-  tensors.shape(k, "k", keys);
-  tensors.shape(v, "v", values);
-  a.batch = queries[0], a.q_heads = queries[head], a.q_len = queries[row], a.head_dim = queries[3];
-  a.kv_heads = keys[head], a.kv_len = keys[row], a.value_dim = values[3];
-  const int64_t holders = pages.is_none() ? a.batch : keys[0], stored = a.kv_len;
-  if (!pages.is_none()) read_pages(tensors, pages, keys[0], stored, a, held);
-  if (!quantised.is_none()) read_scales(tensors, quantised, k, a);
-  const auto array = [&](nb::handle tensor, const char* name, Codes codes, int64_t batch, int64_t heads,
-                         int64_t rows, int64_t columns) {
-    const int64_t shape[] = {batch, rows_first ? rows : heads, rows_first ? heads : rows, columns};
-    return tensors.array(tensor, name, a.dtype, codes, shape, head, row);
-  };
-  const Codes codes = a.quantised.codes;
-  a.q = array(q, "q", Codes::none, a.batch, a.q_heads, a.q_len, a.head_dim);
-  a.k = array(k, "k", codes, holders, a.kv_heads, stored, a.head_dim);
-  a.v = array(v, "v", codes, holders, a.kv_heads, stored, a.value_dim);
-  a.out = array(out, "out", Codes::none, a.batch, a.q_heads, a.q_len, a.value_dim);
-  const int64_t scores[] = {a.batch, a.q_heads, a.q_len, a.kv_len};
-  if (!mask.is_none()) {
-    if (a.terms != 0) refuse("mask: got an array beside terms, expected one of them");
-    a.term[a.terms++] = tensors.allowed(mask, scores);
-  }
-  if (!bias.is_none()) a.bias = tensors.added(bias, scores);
+  Call call(tensors, threads, dtype, rows_first, scale, softcap);
+  Arguments& a = call.a;
+  call.read_inputs(q, k, v, quantised, pages);
+  call.read_mask(terms, mask, bias);
+  a.out = call.array_of_queries(out, "out", a.value_dim);
+  if (!lse.is_none()) a.lse = call.sums(lse, "lse");
   if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
   if (without_queries(a)) return;
   run_pass(kernels.forward, a);
 }
 
+// The same of the backward pass, of an output alone: no gradient comes in to the lse. (dq, dk, dv) are written.
+void backward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first, double scale,
+                      double softcap, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
+                      nb::handle lse, nb::handle dout, nb::handle gradients, nb::handle terms,
+                      nb::handle mask) {
+  const Kernels& kernels = chosen(isa);
+  const Exchange tensors(exchange);
+  Call call(tensors, threads, dtype, rows_first, scale, softcap);
+  Arguments& a = call.a;
+  call.read_inputs(q, k, v, nb::none(), nb::none());
+  call.read_mask(terms, mask, nb::none());
+  a.out = call.array_of_queries(out, "out", a.value_dim);
+  a.lse = call.sums(lse, "lse");
+  a.dout = call.array_of_queries(dout, "dout", a.value_dim);
+  a.dq = call.array_of_queries(item(gradients, "gradients", 3, 0), "dq", a.head_dim);
+  a.dk = call.array_of_keys(item(gradients, "gradients", 3, 1), "dk", a.head_dim);
+  a.dv = call.array_of_keys(item(gradients, "gradients", 3, 2), "dv", a.value_dim);
+  if (const char* complaint = check(a, Pass::backward)) refuse(complaint);
+  // Without queries the gradients of keys and values are still to be set to 0.
+  run_pass(kernels.backward, a);
+}
+
 // A call that loses a NaN is told by its lse; see polyattn/backends/sdpa/torch/short_ways.py.
 bool has_zero(nb::handle exchange, nb::handle tensor) { return Exchange(exchange).has_zero(tensor); }
+
+// Of what is ordinary torch's kernel loses and leaks nothing; see polyattn/backends/sdpa/torch/short_ways.py.
+bool are_ordinary(nb::handle exchange, nb::handle q, nb::handle k, nb::handle v, nb::handle mask) {
+  const Exchange tensors(exchange);
+  const bool open = mask.is_none() || tensors.has_no_empty_row(mask);
+  return open && tensors.is_ordinary(q) && tensors.is_ordinary(k) && tensors.is_ordinary(v);
+}
 
 // Masks that come as numbers; see polyattn/backends/native_cpu/torch/bare_kernel.py.
 bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
@@ -129,9 +200,15 @@ void add_tensors(nb::module_& m) {
   using namespace nanobind::literals;
   m.def("forward_tensors", &forward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a, "rows_first"_a,
         "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "terms"_a, "mask"_a.none(), "bias"_a.none(),
-        "quantised"_a.none(), "pages"_a.none(),
+        "quantised"_a.none(), "pages"_a.none(), "lse"_a.none() = nb::none(),
         "out of one attention call on tensors that have DLPack's C exchange.");
+  m.def("backward_tensors", &backward_tensors, "exchange"_a, "isa"_a, "threads"_a, "dtype"_a, "rows_first"_a,
+        "scale"_a, "softcap"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dout"_a, "gradients"_a, "terms"_a,
+        "mask"_a.none(), "Gradients of one attention call on such tensors.");
   m.def("has_zero", &has_zero, "exchange"_a, "tensor"_a, "Whether one of a tensor's floats is zero.");
+  m.def("are_ordinary", &are_ordinary, "exchange"_a, "q"_a, "k"_a, "v"_a, "mask"_a.none(),
+        "Whether no float is huge or not finite, and each row of the mask, if there is one, holds a true "
+        "entry.");
   m.def("as_mask", &as_mask, "exchange"_a, "bias"_a, "mask"_a,
         "Whether a bias is 0 or -inf everywhere; then the booleans of `mask` are where it is 0.");
 }

@@ -124,7 +124,10 @@ void arrays() {
   refuse("out's rows overlap", plain(), [](Arguments& a) { a.out.batch = 0; });
   refuse("lse's rows overlap", plain(), [](Arguments& a) { a.lse.row = 0; });
   refuse("lse has elements", plain(), [](Arguments& a) { a.lse.data = nullptr; }, Pass::backward);
-  refuse("delta has", plain(), [](Arguments& a) { a.delta.data = nullptr; }, Pass::backward);
+  refuse("out has", plain(), [](Arguments& a) { a.delta.data = a.out.data = nullptr; }, Pass::backward);
+  refuse(
+      "batch stride of 0", packed(), [](Arguments& a) { a.delta.data = nullptr, a.out.batch = 1; },
+      Pass::backward);
   refuse("dk's rows overlap", plain(), [](Arguments& a) { a.dk.head = 0; }, Pass::backward);
 }
 
@@ -148,6 +151,9 @@ void memories() {
   shorter("lse", plain(), of_array(&Arguments::lse), Pass::backward);
   shorter("dout", plain(), of_array(&Arguments::dout), Pass::backward);
   shorter("delta", plain(), of_array(&Arguments::delta), Pass::backward);
+  Arguments made = plain();
+  made.delta = {};
+  shorter("out", made, of_array(&Arguments::out), Pass::backward);
   shorter("dq", plain(), of_array(&Arguments::dq), Pass::backward);
   shorter("dk", plain(), of_array(&Arguments::dk), Pass::backward);
   shorter("dv", plain(), of_array(&Arguments::dv), Pass::backward);

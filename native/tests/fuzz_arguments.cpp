@@ -70,7 +70,8 @@ class Call {
  private:
   std::vector<Array*> arrays() {
     if (pass_ == Pass::forward) return {&a_.q, &a_.k, &a_.v, &a_.out, &a_.lse};
-    return {&a_.q, &a_.k, &a_.v, &a_.lse, &a_.dout, &a_.delta, &a_.dq, &a_.dk, &a_.dv};
+    Array* const sums = without_sums_ ? &a_.out : &a_.delta;
+    return {&a_.q, &a_.k, &a_.v, &a_.lse, &a_.dout, sums, &a_.dq, &a_.dk, &a_.dv};
   }
 
   void field(int64_t& value) { fields_.push_back(&value); }
@@ -88,6 +89,7 @@ class Call {
     a_.scale = static_cast<float>(bytes_.next()) / 100;
     a_.softcap = bytes_.chance(60) ? 3.0f : 0.0f;
     packed_ = bytes_.chance(50);
+    without_sums_ = pass_ == Pass::backward && bytes_.chance(60);
     paged_ = !packed_ && pass_ == Pass::forward && bytes_.chance(60);
     if (!packed_ && !paged_ && pass_ == Pass::forward && bytes_.chance(80)) quantised();
     for (int64_t* size :
@@ -372,8 +374,8 @@ class Call {
   Heap heap_;
   std::vector<int64_t*> fields_;
   Extent of_lengths_;
-  bool ready_ = false, packed_ = false, paged_ = false, bias_ = false, dbias_ = false, slopes_ = false,
-       sinks_ = false;
+  bool ready_ = false, packed_ = false, without_sums_ = false, paged_ = false, bias_ = false, dbias_ = false,
+       slopes_ = false, sinks_ = false;
 };
 
 }  // namespace

@@ -281,18 +281,27 @@ void check_backward(const Case& c, const Kernels& kernels, const Backward& expec
   compare_gradients(c, kernels, expected, " with NaN in what is masked");
 }
 
-// What the backward pass is given, rounded once.
+// What the backward pass is given, rounded once: sums for each query, or the output to make them of.
 Backward prepare_backward(Problem& p, uint64_t seed) {
-  const Forward forward_pass = forward(p.a);
+  Forward forward_pass = forward(p.a);
   Random random(seed);
   std::vector<double> dlse(forward_pass.lse.value.size());
-  if (random.chance(0.5)) {
+  const bool sums = random.chance(0.75);
+  if (sums && random.chance(0.5)) {
     for (double& value : dlse) value = random.uniform(-1, 1);
   }
-  const std::vector<double> deltas = delta(p.a, forward_pass, dlse);
   p.lse.each([&](int64_t index, int64_t number) {
     put(DType::f32, p.lse.array.data, index, forward_pass.lse.value[static_cast<size_t>(number)]);
   });
+  if (!sums) {
+    p.out.each([&](int64_t index, int64_t number) {
+      double& value = forward_pass.out.value[static_cast<size_t>(number)];
+      put(p.a.dtype, p.out.array.data, index, value);
+      value = get(p.a.dtype, p.out.array.data, index);
+    });
+    p.a.delta = {};
+  }
+  const std::vector<double> deltas = delta(p.a, forward_pass, dlse);
   p.delta.each([&](int64_t index, int64_t number) {
     put(DType::f32, p.delta.array.data, index, deltas[static_cast<size_t>(number)]);
   });

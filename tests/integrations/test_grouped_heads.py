@@ -1,7 +1,8 @@
-"""Compiled models of transformers on a static cache: key heads are not repeated while routed."""
+"""Models of transformers whose calls bring masks: key heads are not repeated while routed."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import Any
@@ -82,12 +83,38 @@ def test_generation_on_a_static_cache_gives_the_same_text() -> None:
     assert (4, 2) in heard.heads and (4, 4) not in heard.heads
 
 
-def test_eager_calls_and_other_devices_are_asked_of_transformers_itself() -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_eager_calls_on_a_padded_text_keep_their_heads_grouped(training: bool) -> None:
+    model = small("llama")
+    inputs = {
+        "input_ids": words(2, 12), "attention_mask": padding(2, 12, "left"), "use_cache": False,
+    }  # fmt: skip
+    model.set_attn_implementation("sdpa")
+    model.train(training)
+    found, heard = [], Heard()
+    for routing in (contextlib.nullcontext(), route_sdpa(heard)):
+        with routing, torch.set_grad_enabled(training):
+            logits = model(**inputs).logits[inputs["attention_mask"].bool()]
+        grads = (
+            torch.autograd.grad(logits.square().sum(), list(model.parameters())) if training else ()
+        )
+        found.append((logits, *grads))
+    assert heard.heads == {(4, 2)}
+    for got, stock in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(
+            got, stock, rtol=1e-3, atol=1e-4 * float(stock.abs().max()) + 1e-6
+        )
+
+
+def test_steps_of_one_query_and_other_devices_are_asked_of_transformers_itself() -> None:
     key, mask = torch.zeros(1, 2, 8, 4), torch.ones(1, 1, 1, 8, dtype=torch.bool)
     with route_sdpa():
         stand_in = sdpa_attention.use_gqa_in_sdpa
         assert stand_in is not HELD[0]
         assert stand_in(mask, key, key) is False and stand_in(None, key, key) is True
+        many = mask.expand(1, 1, 3, 8)
+        assert stand_in(many, key, key) is True
+        assert stand_in(many.to("meta"), key.to("meta"), key.to("meta")) is False
     assert sdpa_attention.use_gqa_in_sdpa is HELD[0]
 
     def asked(x: Any) -> Any:

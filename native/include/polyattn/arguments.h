@@ -132,7 +132,8 @@ struct Arguments {
   Pages pages;
   Quantised quantised;  // of k and v, whose strides are then in codes
   int32_t threads = 1;
-  // Backward pass only. delta[b][n][t] = sum(dout * out) - dlse, float32.
+  // Backward pass only. delta[b][n][t] = sum(dout * out) - dlse, float32; where it has no data, `out` is read
+  // and there is no dlse.
   Array dout, dq, dk, dv, delta;
   float* dbias = nullptr;  // float32, the sizes of `bias`, contiguous; its strides as in Bias
   int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0, dbias_column = 0;

@@ -49,6 +49,7 @@ class BackwardStrip {
     float *scores, *dscores, *slopes;      // P and dS by row, d cap
     float *p_columns, *ds_columns;         // P and dS as units of neighbouring rows
     float *dk, *dv, *cleaned;
+    float* deltas;  // of the strip's rows
     uint64_t* words;
   };
 
@@ -85,6 +86,7 @@ class BackwardStrip {
     to.dk = take(kChunkKeys * k_columns_);
     to.dv = take(kChunkKeys * v_columns_);
     to.cleaned = take(pairs * larger(k_columns_, v_columns_));
+    to.deltas = take(kRows);
     to.words = reinterpret_cast<uint64_t*>(take(kRows * kChunk * 2));
     return parts.bytes();
   }
@@ -101,8 +103,8 @@ class BackwardStrip {
     pack_transposed<S, U, T>(key, n, columns, a_.head_dim, w.keys_t, kScoreRow, 0);
     pack_transposed<S, U, T>(value, n, columns, a_.value_dim, w.values_t, kScoreRow, 0);
     pack_rows<S, U, T>(key, n, smaller(padded, kChunkKeys), a_.head_dim, w.keys, k_columns_, 0);
-    std::memset(w.dk, 0, size_t(kChunkKeys * k_columns_) * 4);
-    std::memset(w.dv, 0, size_t(kChunkKeys * v_columns_) * 4);
+    std::memset(w.dk, 0, size_t(n * k_columns_) * 4);
+    std::memset(w.dv, 0, size_t(n * v_columns_) * 4);
   }
 
   // Writes the gradients of the chunk's keys and values; false if one is NaN.
@@ -153,7 +155,7 @@ class BackwardStrip {
       products(w, q, s, tile);
       const uint64_t* bits = visit.mixed[n] ? w.words + int64_t{n} * kRows : nullptr;
       for (int r = 0; r < s.count; ++r) {
-        const RowFacts f = facts(q, s, r, bits);
+        const RowFacts f = facts(w, q, s, r, bits);
         for (int i = 0; i < tile.columns; i += W) {
           const int64_t place = r * kScoreRow + int64_t{tile.slot} * kTile + i;
           Vec score = S::load(w.scores + place);
@@ -179,6 +181,20 @@ class BackwardStrip {
     pack_plain<S, U>(dout(0), a_.dout.row, s.count, a_.value_dim, 1.0f, w.dout, v_row_);
     pack_rows<S, U, T>(query, s.count, padded, a_.head_dim, w.q_rows, k_columns_, 0);
     pack_rows<S, U, T>(dout, s.count, padded, a_.value_dim, w.dout_rows, v_columns_, 0);
+    auto out = [&](int64_t r) { return row<const T>(a_.out, q, s.head[0], q.q_base + s.t[0] + r); };
+    for (int r = 0; r < s.count; ++r) {
+      w.deltas[r] = a_.delta.data ? *row<const float>(a_.delta, q, s.head[r], q.q_base + s.t[r])
+                                  : sum_of_products(dout(r), out(r));
+    }
+  }
+
+  float sum_of_products(const T* x, const T* y) const {
+    Vec sum = S::zero();
+    int64_t h = 0;
+    for (; h + W <= a_.value_dim; h += W) sum = S::fma(S::load(x + h), S::load(y + h), sum);
+    const int some = int(a_.value_dim - h);
+    if (some > 0) sum = S::fma(S::load_some(x + h, some), S::load_some(y + h, some), sum);
+    return S::sum(sum);
   }
 
   // Leaves P and dS of the visited tiles, at the columns of their slots, in every form needed.
@@ -212,13 +228,12 @@ class BackwardStrip {
     bool large;
   };
 
-  RowFacts facts(const Sequence& q, const Strip& s, int r, const uint64_t* bits) const {
+  RowFacts facts(const Workspace& w, const Sequence& q, const Strip& s, int r, const uint64_t* bits) const {
     const int64_t t = q.q_base + s.t[r];
     float lse = *row<const float>(a_.lse, q, s.head[r], t);
     if (lse == -kInfinity) lse = 0;  // no key: all scores are -inf
     if (scores_ != Scores::natural) lse *= kLog2E;
-    return {lse, *row<const float>(a_.delta, q, s.head[r], t), bits ? bits[r] : ~uint64_t{0},
-            lse > kLargeScore || lse < -kLargeScore};
+    return {lse, w.deltas[r], bits ? bits[r] : ~uint64_t{0}, lse > kLargeScore || lse < -kLargeScore};
   }
 
   template <int kDegree>
@@ -239,8 +254,8 @@ class BackwardStrip {
   void pair_of_rows(Workspace& w, const Sequence& q, const Strip& s, int r, int64_t at, int columns,
                     const uint64_t* bits) const {
     const int there = s.count - r >= 2 ? 2 : larger(s.count - r, 0);  // of the two; what is padded is 0
-    const RowFacts none{0, 0, 0, false}, first = there > 0 ? facts(q, s, r, bits) : none,
-                                         second = there > 1 ? facts(q, s, r + 1, bits) : none;
+    const RowFacts none{0, 0, 0, false}, first = there > 0 ? facts(w, q, s, r, bits) : none,
+                                         second = there > 1 ? facts(w, q, s, r + 1, bits) : none;
     Vec p[2][2], ds[2][2];
     for (int i = 0; i < columns; i += 2 * W) {
       const int vectors = columns - i >= 2 * W ? 2 : 1;

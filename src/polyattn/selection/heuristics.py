@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from polyattn.problem import Problem
 from polyattn.selection.capabilities import arch_number
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence
-from polyattn.selection.evidence.problem_kinds import is_small, trains, work_of
+from polyattn.selection.evidence.problem_kinds import is_array, is_small, trains, work_of
 
 __all__ = ["EVIDENCE", "EXPORTED", "ROWS", "Row", "preference"]
 
@@ -60,7 +60,8 @@ def _ends_at_the_last_key(p: Problem) -> bool:
 
 def _wants_wrapping(p: Problem) -> bool:
     """Say whether torch's kernel needs more than itself: not where a compiler fuses that away."""
-    return (p.gqa or p.mask is not None) and not (trains(p) or p.compiled)
+    wrapped = is_array(p) if trains(p) else p.gqa or p.mask is not None
+    return wrapped and not p.compiled
 
 
 EXPORTED = Row(

@@ -44,7 +44,7 @@ _SIZES = {  # for each thread: query heads, heads; T, S, H
     "grouped decode": (8, 2, 1, 2048, 64),
     "small": (2, 2, 32, 64, 64),
     "small decode": (4, 4, 1, 192, 64),
-    "train": (1, 1, 192, 192, 64),
+    "train": (1, 1, 320, 320, 64),
 }
 _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """How far two right results of numbers of about 1 may be apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib.resources import files
+from typing import Any
 
 import pytest
 
@@ -260,17 +261,37 @@ def test_small_compiled_calls_take_the_operator_only_where_it_pays() -> None:
     assert found.backend == "sdpa_flash" and "torch's own operator sooner" in found.reason
 
 
-def test_small_training_in_float32_stays_with_torch_s_kernel() -> None:
-    known = Evidence({(d, "train"): Figure(1.2, 2, 3, "a test") for d in ("float32", "bfloat16")})
+def test_small_training_in_float32_is_a_kind_of_its_own() -> None:
+    figure = Figure(1.2, 2, 3, "a test")
+    known = {(d, "train"): figure for d in ("float32", "bfloat16")}
+    more = {**known, ("float32", "small train"): figure}
 
-    def chosen(problem: Problem) -> str:
-        return select(problem, Wishes(), registry, evidence=known).backend
+    def chosen(problem: Problem, figures: Any = known) -> str:
+        return select(problem, Wishes(), registry, evidence=Evidence(figures)).backend
 
     few = DENSE.with_(batch=64, q_len=32, kv_len=32, grad=True)
     sizes = {"q_len": 65, "kv_len": 65, "heads": 4, "kv_heads": 4, "head_dim": 32, "value_dim": 32}
     short = DENSE.with_(batch=2, grad=True, **sizes)
-    for problem in (few, short, few.with_(mask=CAUSAL.mask)):
+    dense = few.with_(mask=MaskFacts.parse("Dense(64x1x32x32)", None))
+    for problem in (few, short, short.with_(kv_heads=2), few.with_(mask=CAUSAL.mask), dense):
         assert chosen(problem) == "sdpa_flash"
-        assert chosen(problem.with_(dtype="bfloat16")) == "native_cpu"
-    grouped = short.with_(kv_heads=2)
-    assert chosen(grouped) == "native_cpu" == chosen(DENSE.with_(q_len=256, kv_len=256, grad=True))
+        assert chosen(problem, more) == "native_cpu" == chosen(problem.with_(dtype="bfloat16"))
+    window = few.with_(mask=MaskFacts.parse("Window(left=3, right=0)", None))
+    assert chosen(window) == "native_cpu" == chosen(DENSE.with_(q_len=256, kv_len=256, grad=True))
+
+
+def test_tiny_training_stays_with_torch_s_kernel_unless_it_would_be_given_an_array() -> None:
+    figure = Figure(1.2, 2, 3, "a test")
+    dtypes, kinds = ("float32", "bfloat16"), ("train", "small train")
+    known = Evidence({(dtype, kind): figure for dtype in dtypes for kind in kinds})
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 16, "value_dim": 16, "grad": True}
+
+    def chosen(length: int, dtype: str = "float32", **changes: Any) -> str:
+        problem = DENSE.with_(q_len=length, kv_len=length, dtype=dtype, **sizes).with_(**changes)
+        return select(problem, Wishes(), registry, evidence=known).backend
+
+    assert chosen(16) == chosen(16, mask=CAUSAL.mask) == "sdpa_flash"
+    assert chosen(8, "bfloat16") == "sdpa_flash" and chosen(16, "bfloat16") == "native_cpu"
+    assert chosen(32) == chosen(16, kv_heads=2) == "native_cpu"
+    for mask in ("Dense(2x1x16x16)", "Window(left=3, right=0)"):
+        assert chosen(16, mask=MaskFacts.parse(mask, None)) == "native_cpu"

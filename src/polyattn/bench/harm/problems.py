@@ -105,6 +105,11 @@ _DECODE = (
 _TRAINED = (
     _Family("fwd+bwd dense", train=True, bnth=((1, 8, 1024, 64), (1, 8, 2048, 64)),
             btnh=((4, 12, 128, 64), (8, 12, 197, 64), (2, 8, 512, 80))),
+    _Family("fwd+bwd tiny", train=True, bnth=((2, 4, 16, 16), (1, 8, 16, 64), (2, 4, 32, 32))),
+    _Family("fwd+bwd tiny causal", "causal", train=True,
+            bnth=((2, 4, 16, 16), (2, 4, 64, 16), (2, (4, 2), 16, 16), (2, (4, 2), 64, 32))),
+    _Family("fwd+bwd tiny causal padding", "causal padding", train=True,
+            bnth=((2, 4, 16, 16), (2, 4, 64, 16), (2, (4, 2), 64, 16))),
     _Family("fwd+bwd small", train=True, bnth=((2, 4, 65, 32), (16, 4, 32, 32), (16, 4, 64, 32))),
     _Family("fwd+bwd causal", "causal", train=True,
             bnth=((1, 12, 1024, 64), (1, 8, 2048, 64), (1, 16, 1024, 128), (2, 8, 512, 96)),

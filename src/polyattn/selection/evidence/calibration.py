@@ -23,6 +23,7 @@ from polyattn.selection.evidence.figures import Evidence, Figure
 from polyattn.selection.evidence.problem_kinds import (
     WIDER,
     is_small,
+    is_small_training,
     kind_of,
     kinds_beside,
     work_of,
@@ -49,7 +50,7 @@ def wanted(selection: Selection, problem: Problem, evidence: Evidence) -> bool:
     """
     if selection.source is not Source.HEURISTIC or problem.device != "cpu":
         return False
-    if is_small(problem) or selection.backend == "native_cpu":
+    if is_small(problem) or is_small_training(problem) or selection.backend == "native_cpu":
         return False
     if evidence.figure(problem) is not None:
         return False

@@ -12,7 +12,7 @@ from polyattn.selection.evidence.problem_kinds import (
     is_array,
     is_band,
     is_small,
-    is_small_training,
+    is_tiny_training,
     kind_of,
     share_of,
     trains,
@@ -101,10 +101,10 @@ class Evidence:
         figure = self.figure(problem)
         if problem.compiled and is_small(problem) and not trains(problem):
             return self._compiled_verdict(figure, problem)
-        if is_small(problem) and (figure is None or trains(problem)):
+        if is_small(problem) and figure is None:
             return None
-        if is_small_training(problem):
-            return Verdict(False, "small float32 training; torch's own kernel")
+        if is_tiny_training(problem):
+            return Verdict(False, "training that is over in some 100 us; torch's own kernel")
         if figure is None:
             kind = kind_of(problem)
             why = self.undecided.get((problem.dtype, WIDER.get(kind, kind)), self.lacking)

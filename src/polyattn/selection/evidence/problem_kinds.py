@@ -19,6 +19,7 @@ __all__ = [
     "is_band",
     "is_small",
     "is_small_training",
+    "is_tiny_training",
     "kind_of",
     "kinds_beside",
     "share_of",
@@ -39,6 +40,7 @@ KINDS = {
     "grouped decode": "decoding with grouped heads",
     "small": "small (some 20 us)",
     "small decode": "small (some 20 us) decoding",
+    "small train": "small (some 1 ms) training",
     "train": "training",
 }
 """Each kind, and how it is called in a sentence before the dtype."""
@@ -46,12 +48,15 @@ KINDS = {
 WIDER = {"long decode": "decode"}
 """The kind whose figure counts where one has none. Such a kind is not calibrated: it takes long."""
 
-_SMALL, _SMALL_DECODE, _SMALL_TRAINING = 1 << 21, 1 << 18, 1 << 24
+_SMALL, _SMALL_DECODE = 1 << 21, 1 << 18
+_TINY_TRAINING, _SMALL_TRAINING, _FEW_KEYS = 1 << 18, 1 << 24, 32
 _LONG_DECODE = 1 << 25  # keys and values of 128 MiB in float32, of which caches hold little
-_FEW_KEYS = 32
 
 _SHORT = 512
 _EDGE = 128  # keys that a tile visits beyond a window's edges
+
+
+_TRAINING = ("small train", "train")
 
 
 def kinds_beside(kind: str) -> tuple[str, ...]:
@@ -60,8 +65,10 @@ def kinds_beside(kind: str) -> tuple[str, ...]:
     >>> kinds_beside("train"), kinds_beside("dense")[0]
     (('train',), 'small decode')
     """
-    left_out = {"train", *WIDER}
-    return ("train",) if kind == "train" else tuple(k for k in reversed(KINDS) if k not in left_out)
+    left_out = {*_TRAINING, *WIDER}
+    return (
+        ("train",) if kind in _TRAINING else tuple(k for k in reversed(KINDS) if k not in left_out)
+    )
 
 
 def kind_of(p: Problem) -> str:
@@ -75,7 +82,7 @@ def kind_of(p: Problem) -> str:
     """
     _, t, s = p.class_sizes
     if trains(p):
-        return "train"
+        return "small train" if is_small_training(p) else "train"
     if is_small(p):
         return "small decode" if t <= 16 < s else "small"
     if t <= 16 < s:
@@ -110,20 +117,34 @@ def is_small(p: Problem) -> bool:
     return work_of(p) < (_SMALL_DECODE if t <= 16 < s else _SMALL)
 
 
+def is_tiny_training(p: Problem) -> bool:
+    """Say whether a call that trains is over in some 100 us, of which much is not the kernel's.
+
+    There torch's own node of the graph is quicker than one in Python (``polyattn bench harm --only
+    "fwd+bwd tiny*"``), unless a mask has to be made for its kernel or heads are grouped.
+
+    >>> p = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=16, grad=True)
+    >>> is_tiny_training(p), is_tiny_training(p.with_(q_len=64, kv_len=64))
+    (True, False)
+    """
+    limit = _TINY_TRAINING if p.dtype == "float32" else _TINY_TRAINING >> 2
+    return trains(p) and not (is_array(p) or p.gqa) and work_of(p) < limit
+
+
 def is_small_training(p: Problem) -> bool:
     """Say whether a float32 call that trains is over in a millisecond or so, or meets few keys.
 
-    torch's kernel is faster there (``polyattn bench harm --only "fwd+bwd small*fp32"``): the native
-    backward pass packs for more rows than there are. In half types the native kernels are several
-    times faster all the same, and masks of arrays and grouped heads, which torch's kernel takes
-    wrapped, cost more than that.
+    The native backward pass packs for more rows than there are, which some processors mind and
+    others do not: a kind of its own. In half types the native kernels are several times faster all
+    the same, and masks that torch's kernel takes wrapped cost more than that.
 
     >>> p = Problem(batch=16, q_len=32, kv_len=32, heads=4, kv_heads=4, head_dim=32, grad=True)
     >>> is_small_training(p), is_small_training(p.with_(q_len=256, kv_len=256))
     (True, False)
     """
-    plain = p.mask is None or p.mask.kinds - {"Full"} <= {"Causal"}
-    if not (trains(p) and plain) or p.dtype != "float32" or p.gqa:
+    kinds = frozenset() if p.mask is None else p.mask.kinds - {"Full"}
+    taken = kinds <= {"Causal"} or kinds == {"Dense"}
+    if not (trains(p) and taken) or p.dtype != "float32":
         return False
     return p.class_sizes[2] <= _FEW_KEYS or work_of(p) <= _SMALL_TRAINING
 

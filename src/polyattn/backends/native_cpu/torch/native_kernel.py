@@ -17,6 +17,7 @@ from torch import Tensor
 from polyattn.backends.native_cpu.torch.arguments import program_of
 from polyattn.backends.native_cpu.torch.autograd import attend
 from polyattn.backends.native_cpu.torch.bare_kernel import bare_kernel, is_bare
+from polyattn.backends.native_cpu.torch.bare_training import bare_training_kernel, trains_bare
 from polyattn.backends.native_cpu.torch.calls import Constants, Extras, forward
 from polyattn.backends.native_cpu.torch.inference import native_inference
 from polyattn.backends.native_cpu.torch.levels import PLAIN, is_transformed
@@ -52,6 +53,8 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Kernel:
     if problem.compiled:
         return _inference_kernel(problem, constants, by_operator)
     eager = _eager_kernel(problem, constants, trains, by_operator)
+    if trains_bare(problem):
+        return bare_training_kernel(problem, constants, eager)
     return bare_kernel(problem, constants, eager) if is_bare(problem) else eager
 
 

@@ -18,6 +18,7 @@ from polyattn.backends.sdpa.torch.operators import (
     unfused,
     windowed,
 )
+from polyattn.backends.sdpa.torch.short_training import trained_flash_cpu, trains_short
 from polyattn.backends.sdpa.torch.short_ways import (
     biased_flash_cpu,
     causal_flash_cpu,
@@ -42,30 +43,41 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
         if problem.device == "cuda":
             return _flash_on_cuda(problem, config)
         function = flash_attention_for_cpu  # costs 1.7 us less than the operator's handle
+        few = problem.kv_len < FEW_KEYS or problem.gqa
+        if trains_short(problem) and (problem.mask is not None or few):
+            return trained_flash_cpu(
+                function, problem, _careful_flash_cpu(function, problem, config)
+            )
         if is_plain(problem) and problem.mask is None:
             # a compiled problem has its lengths rounded up, by a factor of 4 at most
             if problem.compiled and problem.kv_len < 4 * FEW_KEYS:
                 return traced_flash_cpu(function, problem)
             return plain_flash_cpu(function, problem)
-        op = Op(
-            flash_cpu(function),
-            grouped=True,
-            zeroes_empty=True,
-            causal_with_mask=True,
-            wide=True,
-            loses_nan=True,
-            like_query=True,
-        )
-        kernel = lowered(op, problem, config)
-        if is_plain(problem) and is_square_causal(problem) and not problem.compiled:
-            return causal_flash_cpu(function, problem, kernel)
-        if is_plain(problem) and is_dense(problem) and not problem.compiled:
-            return dense_flash_cpu(function, problem, kernel)
-        if is_biased(problem):
-            return biased_flash_cpu(function, problem, kernel)
-        return kernel
+        return _careful_flash_cpu(function, problem, config)
 
     return prepare
+
+
+def _careful_flash_cpu(
+    function: Any, problem: Problem, config: Mapping[str, Any]
+) -> Callable[..., Any]:
+    op = Op(
+        flash_cpu(function),
+        grouped=True,
+        zeroes_empty=True,
+        causal_with_mask=True,
+        wide=True,
+        loses_nan=True,
+        like_query=True,
+    )
+    kernel = lowered(op, problem, config)
+    if is_plain(problem) and is_square_causal(problem) and not problem.compiled:
+        return causal_flash_cpu(function, problem, kernel)
+    if is_plain(problem) and is_dense(problem) and not problem.compiled:
+        return dense_flash_cpu(function, problem, kernel)
+    if is_biased(problem):
+        return biased_flash_cpu(function, problem, kernel)
+    return kernel
 
 
 def _flash_on_cuda(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:

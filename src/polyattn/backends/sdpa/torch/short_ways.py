@@ -25,6 +25,8 @@ from polyattn.torch.kit.masking import four_dims
 from polyattn.torch.kit.nan_isolation import holds_nan, is_readable
 
 __all__ = [
+    "EXCHANGE",
+    "WATCHERS",
     "biased_flash_cpu",
     "causal_flash_cpu",
     "dense_flash_cpu",
@@ -37,8 +39,8 @@ __all__ = [
     "traced_flash_cpu",
 ]
 
-_WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
-_EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
+EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """How C reads a tensor without a Python call."""
 
 
@@ -72,7 +74,7 @@ def causal_flash_cpu(
     turned, scale, grad = problem.layout == "BTNH", problem.scale, problem.grad
     small = problem.batch * problem.heads * problem.q_len * problem.head_dim <= 1 << 12
     zeros = _zeros_for(problem) if problem.kv_len < FEW_KEYS else None
-    functorch, modes, _, tracing = _WATCHERS  # in cells: quicker than globals
+    functorch, modes, _, tracing = WATCHERS  # in cells: quicker than globals
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -111,7 +113,7 @@ def dense_flash_cpu(
 ) -> Callable[..., Any]:
     """The short way for one boolean mask in inference; a NaN sends the call the careful way."""
     turned, scale, wide = problem.layout == "BTNH", problem.scale, _added_in(problem)
-    functorch, modes, _, tracing = _WATCHERS
+    functorch, modes, _, tracing = WATCHERS
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -150,7 +152,7 @@ def biased_flash_cpu(
 ) -> Callable[..., Any]:
     """The short way for one dense bias in inference."""
     turned, scale, wide = problem.layout == "BTNH", problem.scale, _added_in(problem)
-    functorch, modes, _, tracing = _WATCHERS
+    functorch, modes, _, tracing = WATCHERS
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -224,7 +226,7 @@ def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
     """
     turned, scale, zeros = problem.layout == "BTNH", problem.scale, _zeros_for(problem)
     has_zero = None if problem.grad or problem.compiled else _finder_of_zeros()
-    functorch, modes, recorded, tracing = _WATCHERS  # in cells: quicker than globals
+    functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -241,7 +243,7 @@ def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
             and tracing() is None
         ):
             out, lse = function(q, k, v) if scale is None else function(q, k, v, scale=scale)
-            lse = None if has_zero(_EXCHANGE, lse) else lse
+            lse = None if has_zero(EXCHANGE, lse) else lse
         if lse is None:
             out = function(q, k, v, 0.0, False, attn_mask=zeros(k), scale=scale)[0]
         return out.transpose(1, 2) if turned else out
@@ -251,7 +253,7 @@ def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
 
 def _finder_of_zeros() -> Callable[[Any, Tensor], bool] | None:
     """Return what says whether a tensor holds a zero, or None where it is not built."""
-    if _EXCHANGE is None:
+    if EXCHANGE is None:
         return None
     try:
         return load().has_zero  # type: ignore[no-any-return]
@@ -287,5 +289,5 @@ def _added_in(problem: Problem) -> torch.dtype:
 
 
 def _is_watched() -> bool:
-    functorch, modes, recorded, tracing = _WATCHERS
+    functorch, modes, recorded, tracing = WATCHERS
     return bool(functorch() or modes() or recorded()) or tracing() is not None

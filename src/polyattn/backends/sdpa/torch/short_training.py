@@ -1,0 +1,84 @@
+"""The short way to the CPU flash kernel for calls that train, and are over in some 100 us.
+
+Whether something could leak or get lost is asked of the inputs, before: nothing can where no float
+is near infinity and each query sees a key. What is not ordinary goes the careful way of `lowering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.backends.sdpa.torch.short_ways import EXCHANGE, WATCHERS, is_square_causal
+from polyattn.errors import MissingDependency
+from polyattn.native.module import load
+from polyattn.problem import Problem
+from polyattn.torch.internals import dual_levels, is_lazy_copy
+from polyattn.torch.kit.masking import four_dims
+
+__all__ = ["trained_flash_cpu", "trains_short"]
+
+Kernel = Callable[..., Any]
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_DTYPES = ("float32", "bfloat16", "float16")
+_UNREADABLE = ValueError, BufferError, RuntimeError
+
+
+def trains_short(p: Problem) -> bool:
+    """Say whether it is q, k and v alone that train, plain, causal or under one boolean mask."""
+    extra = p.bias_structure is not None or p.sinks or p.lse or p.dropout_p or p.compiled
+    bare = p.grad and p.contiguous and p.layout != "packed" and not extra and p.dtype in _DTYPES
+    return bare and (p.mask is None or p.mask.kinds == {"Dense"} or is_square_causal(p))
+
+
+def trained_flash_cpu(function: Any, problem: Problem, careful: Kernel) -> Kernel:
+    """Return ``kernel(q, k, v, mask, bias, sinks)``; `careful` where the extension is not built."""
+    are_ordinary = _asker()
+    if are_ordinary is None:
+        return careful
+    turned, scale = problem.layout == "BTNH", problem.scale
+    dense = problem.mask is not None and problem.mask.kinds == {"Dense"}
+    causal, plain, lazy = problem.mask is not None and not dense, _PLAIN, is_lazy_copy
+    functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        if (
+            not (type(q) in plain and type(k) in plain and type(v) in plain)
+            or (functorch() or modes() or recorded() or tracing() is not None)
+            or dual_levels._current_level >= 0
+            or (lazy(q) or lazy(k) or lazy(v))
+        ):
+            return careful(q, k, v, mask, bias, sinks)
+        q4, k4, v4, added = q, k, v, None
+        if turned:
+            q4, k4, v4 = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        try:
+            allowed = four_dims(mask.mask) if dense else None
+            if dense and (type(allowed) is not Tensor or allowed.shape[-1] != k4.shape[2]):
+                return careful(q, k, v, mask, bias, sinks)
+            ordinary = are_ordinary(EXCHANGE, q, k, v, allowed)
+        except _UNREADABLE:
+            ordinary = False
+        if not ordinary:
+            return careful(q, k, v, mask, bias, sinks)
+        if allowed is not None:
+            added = torch.where(allowed, 0.0, float("-inf"))  # float32, as the scores are
+        out = function(q4, k4, v4, 0.0, causal, attn_mask=added, scale=scale)[0]
+        return out.transpose(1, 2) if turned else out
+
+    return kernel
+
+
+def _asker() -> Callable[..., bool] | None:
+    if EXCHANGE is None:
+        return None
+    try:
+        return load().are_ordinary  # type: ignore[no-any-return]
+    except (MissingDependency, AttributeError):  # none, or one of older sources
+        return None
