@@ -41,13 +41,17 @@ inline int64_t longest(const int64_t* cu, int64_t batch, int64_t length) {
 
 // Few rows are bound by how fast keys and values are read. Where the heads of a key lie side by side, rows
 // of one head are scattered over the pages of all, and only all heads together read these from end to end. With
-// 16 lanes, what is fetched ahead keeps up with codes, which are computed more slowly: each head alone,
-// but where `codes_together` says otherwise.
+// 16 lanes, what is fetched ahead keeps up with codes that caches hold a part of, which are computed more slowly: each
+// head alone, but where `codes_together` says otherwise.
+constexpr int64_t kCachedCodes = int64_t{1} << 26;  // bytes
+
 template <class S>
 inline int64_t heads_together(const Arguments& a, int64_t rows) {
   const bool side_by_side = a.k.head > 0 && a.k.head * a.kv_heads <= a.k.row;
   // shorter sequences are in a cache, and are better divided by heads
-  const bool coded = S::kLanes >= 16 && a.quantised.codes != Codes::none && !codes_together;
+  const int64_t codes =
+      a.quantised.codes == Codes::none ? 0 : a.batch * a.kv_len * a.kv_heads * (a.head_dim + a.value_dim);
+  const bool coded = S::kLanes >= 16 && !codes_together && codes > 0 && codes <= kCachedCodes;
   if (rows > kFewRows || a.kv_len < 2048 || a.cu_q || !side_by_side || coded) return 1;
   return smaller<int64_t>(a.kv_heads, kMostTogether);
 }
