@@ -52,6 +52,7 @@ def masks(rows: int) -> dict[str, Any]:
         "causal": Causal(),
         "dense": Dense(open_rows),
         "one row for all": Dense(open_rows[:, :, -1:]),
+        "of each head": Dense(open_rows | (torch.rand(2, 4, rows, rows) > 0.5)),
         "an empty row": Dense(with_an_empty_row(rows)),
         "turned": Dense(open_rows.transpose(2, 3) | torch.eye(rows, dtype=torch.bool)),
     }

@@ -290,8 +290,8 @@ def test_tiny_training_stays_with_torch_s_kernel_unless_it_would_be_given_an_arr
         problem = DENSE.with_(q_len=length, kv_len=length, dtype=dtype, **sizes).with_(**changes)
         return select(problem, Wishes(), registry, evidence=known).backend
 
-    assert chosen(16) == chosen(16, mask=CAUSAL.mask) == "sdpa_flash"
+    assert chosen(16) == chosen(16, mask=CAUSAL.mask) == chosen(16, kv_heads=2) == "sdpa_flash"
     assert chosen(8, "bfloat16") == "sdpa_flash" and chosen(16, "bfloat16") == "native_cpu"
-    assert chosen(32) == chosen(16, kv_heads=2) == "native_cpu"
+    assert chosen(32) == "sdpa_flash" and chosen(64) == "native_cpu"
     for mask in ("Dense(2x1x16x16)", "Window(left=3, right=0)"):
         assert chosen(16, mask=MaskFacts.parse(mask, None)) == "native_cpu"

@@ -49,7 +49,7 @@ WIDER = {"long decode": "decode"}
 """The kind whose figure counts where one has none. Such a kind is not calibrated: it takes long."""
 
 _SMALL, _SMALL_DECODE = 1 << 21, 1 << 18
-_TINY_TRAINING, _SMALL_TRAINING, _FEW_KEYS = 1 << 18, 1 << 24, 32
+_TINY_TRAINING, _SMALL_TRAINING, _FEW_KEYS = 1 << 20, 1 << 24, 32
 _LONG_DECODE = 1 << 25  # keys and values of 128 MiB in float32, of which caches hold little
 
 _SHORT = 512
@@ -121,14 +121,15 @@ def is_tiny_training(p: Problem) -> bool:
     """Say whether a call that trains is over in some 100 us, of which much is not the kernel's.
 
     There torch's own node of the graph is quicker than one in Python (``polyattn bench harm --only
-    "fwd+bwd tiny*"``), unless a mask has to be made for its kernel or heads are grouped.
+    "fwd+bwd tiny*"``), unless a mask has to be made for its kernel.
 
     >>> p = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=16, grad=True)
     >>> is_tiny_training(p), is_tiny_training(p.with_(q_len=64, kv_len=64))
     (True, False)
     """
-    limit = _TINY_TRAINING if p.dtype == "float32" else _TINY_TRAINING >> 2
-    return trains(p) and not (is_array(p) or p.gqa) and work_of(p) < limit
+    # in half types the native kernels are several times faster
+    limit = _TINY_TRAINING if p.dtype == "float32" else _TINY_TRAINING >> 4
+    return trains(p) and not is_array(p) and work_of(p) < limit
 
 
 def is_small_training(p: Problem) -> bool:
