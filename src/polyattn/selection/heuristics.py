@@ -105,7 +105,8 @@ ROWS: tuple[Row, ...] = (
         "at this size torch's kernel takes longer to be given heads that are folded and masks as "
         "numbers, and to be asked for lost NaN, than the native kernels take to compute",
         rests_on="any processor: that is work around the kernel (`polyattn bench harm --only "
-        "'causal (1,8,16,64)*'` prints what it comes to)",
+        "'causal (1,8,16,64)*'` prints what it comes to, and in training 'fwd+bwd tiny causal "
+        "padding*')",
     ),
     Row(
         "cpu, native kernels",

@@ -17,7 +17,7 @@ from polyattn import settings
 from polyattn.backends.native_cpu.torch.arguments import DTYPES, program_of
 from polyattn.backends.native_cpu.torch.calls import Constants, Extras, Needs, backward
 from polyattn.backends.native_cpu.torch.inference import EXCHANGE
-from polyattn.backends.native_cpu.torch.levels import PLAIN, WATCHERS, is_batched
+from polyattn.backends.native_cpu.torch.levels import PLAIN, is_batched
 from polyattn.backends.native_cpu.torch.operator import native_attention_backward
 from polyattn.backends.native_cpu.torch.short_masks import is_short, terms_reader
 from polyattn.masks import Dense
@@ -25,13 +25,18 @@ from polyattn.native import module
 from polyattn.native.forms import isa_for
 from polyattn.native.program import Terms
 from polyattn.problem import Problem
-from polyattn.torch.internals import dual_levels, is_lazy_copy, is_watched
+from polyattn.torch.internals import is_lazy_copy, is_watched
+from polyattn.torch.kit.plain_calls import is_plain_call
 
 __all__ = ["bare_training_kernel", "trains_bare"]
 
 Kernel = Callable[..., Any]
 
 _UNREADABLE = ValueError, BufferError, RuntimeError
+
+
+class _Unreadable(Exception):
+    """The extension cannot read a tensor: the careful way knows, or says what is wrong."""
 
 
 def trains_bare(problem: Problem) -> bool:
@@ -74,7 +79,12 @@ class _Attention(torch.autograd.Function):
         b, n, t, _ = q.shape
         shape = (b, t, n) if layout == "BTNH" else (b, n, t)
         lse = torch.empty(shape, dtype=torch.float32)
-        module.load().forward_tensors(*form, q, k, v, out, terms, allowed, None, None, None, lse)
+        try:
+            module.load().forward_tensors(
+                *form, q, k, v, out, terms, allowed, None, None, None, lse
+            )
+        except _UNREADABLE as error:
+            raise _Unreadable from error
         ctx.save_for_backward(q, k, v, out, lse, allowed, *arrays)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -144,15 +154,9 @@ def bare_training_kernel(problem: Problem, constants: Constants, careful: Kernel
     """Return ``kernel(q, k, v, mask, bias, sinks)`` for problems that :func:`trains_bare` knows."""
     code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
     dense = problem.mask is not None and "Dense" in problem.mask.kinds
-    functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
-    raw, variable, lazy, threads = (
-        settings.raw,
-        settings.NATIVE_ISA,
-        is_lazy_copy,
-        torch.get_num_threads,
-    )
+    raw, variable, threads = settings.raw, settings.NATIVE_ISA, torch.get_num_threads
     rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
-    asked, place, plain = raw(variable), isa_for(*rows), PLAIN
+    asked, place = raw(variable), isa_for(*rows)
     read, fixed = terms_reader(problem, layout), (code, layout == "BTNH", scale, softcap)
     # without torch's Python wrapper, which is for function transforms
     attend: Any = super(torch.autograd.Function, _Attention).apply
@@ -160,23 +164,21 @@ def bare_training_kernel(problem: Problem, constants: Constants, careful: Kernel
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        if (
-            not (type(q) in plain and type(k) in plain and type(v) in plain)
-            or (functorch() or modes() or recorded() or tracing() is not None)
-            or dual_levels._current_level >= 0
-            or (lazy(q) or lazy(k) or lazy(v))
-        ):
+        if not is_plain_call(q, k, v):
             return careful(q, k, v, mask, bias, sinks)
         isa = place if raw(variable) is asked else isa_for(*rows)
         form = EXCHANGE, isa, threads(), *fixed
         allowed = mask.mask if dense else None
+        if dense and (type(allowed) is not Tensor or is_lazy_copy(allowed)):
+            return careful(q, k, v, mask, bias, sinks)
         try:
-            if dense and (type(allowed) is not Tensor or lazy(allowed)):
-                raise ValueError("a mask of another kind of array")
             terms, held = ((), None) if read is None else read(mask, q, k)
-            call = _Call(form, terms, held, None if dense else mask, constants)
+        except ValueError:  # lengths of another kind of array, or a mask that is none of terms
+            return careful(q, k, v, mask, bias, sinks)
+        call = _Call(form, terms, held, None if dense else mask, constants)
+        try:
             return attend(q, k, v, call, allowed, *(held or ()))
-        except _UNREADABLE:  # the other way knows, or says what is wrong
+        except _Unreadable:
             return careful(q, k, v, mask, bias, sinks)
 
     return kernel

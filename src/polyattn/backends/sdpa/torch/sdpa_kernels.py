@@ -43,17 +43,10 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
         if problem.device == "cuda":
             return _flash_on_cuda(problem, config)
         function = flash_attention_for_cpu  # costs 1.7 us less than the operator's handle
-        few = problem.kv_len < FEW_KEYS or problem.gqa
-        if trains_short(problem) and (problem.mask is not None or few):
-            return trained_flash_cpu(
-                function, problem, _careful_flash_cpu(function, problem, config)
-            )
-        if is_plain(problem) and problem.mask is None:
-            # a compiled problem has its lengths rounded up, by a factor of 4 at most
-            if problem.compiled and problem.kv_len < 4 * FEW_KEYS:
-                return traced_flash_cpu(function, problem)
-            return plain_flash_cpu(function, problem)
-        return _careful_flash_cpu(function, problem, config)
+        careful = _careful_flash_cpu(function, problem, config)
+        if trains_short(problem):
+            return trained_flash_cpu(function, problem, careful)
+        return careful
 
     return prepare
 
@@ -61,6 +54,11 @@ def load_flash() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 def _careful_flash_cpu(
     function: Any, problem: Problem, config: Mapping[str, Any]
 ) -> Callable[..., Any]:
+    if is_plain(problem) and problem.mask is None:
+        # a compiled problem has its lengths rounded up, by a factor of 4 at most
+        if problem.compiled and problem.kv_len < 4 * FEW_KEYS:
+            return traced_flash_cpu(function, problem)
+        return plain_flash_cpu(function, problem)
     op = Op(
         flash_cpu(function),
         grouped=True,

@@ -12,27 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.backends.sdpa.torch.short_ways import EXCHANGE, WATCHERS, is_square_causal
+from polyattn.backends.sdpa.torch.operators import FEW_KEYS
+from polyattn.backends.sdpa.torch.short_ways import EXCHANGE, is_square_causal
 from polyattn.errors import MissingDependency
 from polyattn.native.module import load
 from polyattn.problem import Problem
-from polyattn.torch.internals import dual_levels, is_lazy_copy
 from polyattn.torch.kit.masking import four_dims
+from polyattn.torch.kit.plain_calls import is_plain_call
 
 __all__ = ["trained_flash_cpu", "trains_short"]
 
 Kernel = Callable[..., Any]
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_FEW = 1 << 14  # entries of the queries, which are read in a microsecond
 _DTYPES = ("float32", "bfloat16", "float16")
 _UNREADABLE = ValueError, BufferError, RuntimeError
 
 
 def trains_short(p: Problem) -> bool:
-    """Say whether it is q, k and v alone that train, plain, causal or under one boolean mask."""
+    """Say whether it is q, k and v alone that train, and all of them had better be looked at.
+
+    Under one boolean mask and with grouped heads the careful way costs more. Else it looks at less
+    or at nothing, and larger calls are left to it.
+    """
     extra = p.bias_structure is not None or p.sinks or p.lse or p.dropout_p or p.compiled
     bare = p.grad and p.contiguous and p.layout != "packed" and not extra and p.dtype in _DTYPES
-    return bare and (p.mask is None or p.mask.kinds == {"Dense"} or is_square_causal(p))
+    if not bare or (p.mask is not None and p.mask.kinds == {"Dense"}):
+        return bare
+    few = p.gqa or p.batch * p.heads * p.q_len * p.head_dim <= _FEW
+    return few and (is_square_causal(p) if p.mask is not None else p.gqa or p.kv_len < FEW_KEYS)
 
 
 def trained_flash_cpu(function: Any, problem: Problem, careful: Kernel) -> Kernel:
@@ -42,18 +50,12 @@ def trained_flash_cpu(function: Any, problem: Problem, careful: Kernel) -> Kerne
         return careful
     turned, scale = problem.layout == "BTNH", problem.scale
     dense = problem.mask is not None and problem.mask.kinds == {"Dense"}
-    causal, plain, lazy = problem.mask is not None and not dense, _PLAIN, is_lazy_copy
-    functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
+    causal = problem.mask is not None and not dense
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        if (
-            not (type(q) in plain and type(k) in plain and type(v) in plain)
-            or (functorch() or modes() or recorded() or tracing() is not None)
-            or dual_levels._current_level >= 0
-            or (lazy(q) or lazy(k) or lazy(v))
-        ):
+        if not is_plain_call(q, k, v):
             return careful(q, k, v, mask, bias, sinks)
         q4, k4, v4, added = q, k, v, None
         if turned:

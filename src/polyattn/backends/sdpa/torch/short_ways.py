@@ -26,7 +26,6 @@ from polyattn.torch.kit.nan_isolation import holds_nan, is_readable
 
 __all__ = [
     "EXCHANGE",
-    "WATCHERS",
     "biased_flash_cpu",
     "causal_flash_cpu",
     "dense_flash_cpu",
@@ -39,7 +38,7 @@ __all__ = [
     "traced_flash_cpu",
 ]
 
-WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
+_WATCHERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd, tracing_state
 EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """How C reads a tensor without a Python call."""
 
@@ -74,7 +73,7 @@ def causal_flash_cpu(
     turned, scale, grad = problem.layout == "BTNH", problem.scale, problem.grad
     small = problem.batch * problem.heads * problem.q_len * problem.head_dim <= 1 << 12
     zeros = _zeros_for(problem) if problem.kv_len < FEW_KEYS else None
-    functorch, modes, _, tracing = WATCHERS  # in cells: quicker than globals
+    functorch, modes, _, tracing = _WATCHERS  # in cells: quicker than globals
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -113,7 +112,7 @@ def dense_flash_cpu(
 ) -> Callable[..., Any]:
     """The short way for one boolean mask in inference; a NaN sends the call the careful way."""
     turned, scale, wide = problem.layout == "BTNH", problem.scale, _added_in(problem)
-    functorch, modes, _, tracing = WATCHERS
+    functorch, modes, _, tracing = _WATCHERS
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -152,7 +151,7 @@ def biased_flash_cpu(
 ) -> Callable[..., Any]:
     """The short way for one dense bias in inference."""
     turned, scale, wide = problem.layout == "BTNH", problem.scale, _added_in(problem)
-    functorch, modes, _, tracing = WATCHERS
+    functorch, modes, _, tracing = _WATCHERS
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -226,7 +225,7 @@ def _few_keys_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
     """
     turned, scale, zeros = problem.layout == "BTNH", problem.scale, _zeros_for(problem)
     has_zero = None if problem.grad or problem.compiled else _finder_of_zeros()
-    functorch, modes, recorded, tracing = WATCHERS  # in cells: quicker than globals
+    functorch, modes, recorded, tracing = _WATCHERS  # in cells: quicker than globals
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
@@ -289,5 +288,5 @@ def _added_in(problem: Problem) -> torch.dtype:
 
 
 def _is_watched() -> bool:
-    functorch, modes, recorded, tracing = WATCHERS
+    functorch, modes, recorded, tracing = _WATCHERS
     return bool(functorch() or modes() or recorded()) or tracing() is not None
