@@ -27,7 +27,6 @@ class FewByteTiles {
   static constexpr int kSide = kTileUnits, kWide = kSide * kOfPlanes;  // rows of a tile; codes
   static constexpr int kMostRows = kSide / kOfPlanes;                  // whose probabilities are a tile of A
   static_assert(S::kLanes == kSide && kTile == kCodedTurn && kTile == 4 * kSide);
-  using Group = TileRows<int8_t>;
 
  public:
   // Row r of an item as two columns of B, and behind these its Planes, in memory of `room` floats.
@@ -44,8 +43,9 @@ class FewByteTiles {
   }
 
   // scores[r * row + j] = q_r . code_j * scales[j] for `rows` queries, up to 8, and up to a multiple of 16 keys.
-  void scores(const float* q, int64_t room, int rows, const FewKeys<int8_t>& keys, int64_t dim,
-              const float* scales, float* scores, int64_t row) {
+  template <class Keys>
+  void scores(const float* q, int64_t room, int rows, const Keys& keys, int64_t dim, const float* scales,
+              float* scores, int64_t row) {
     const int groups = int(blocks_of(keys.count, kSide));
     for (int64_t h = 0; h < dim; h += 2 * kWide) {
       by_tiles<2>(dim - h, kWide, [&](auto tiles) {
@@ -53,7 +53,7 @@ class FewByteTiles {
           tiles_.template load<6 + t.value>(q + (h / kOfPlanes + t.value * kSide) * kSide, kSide);
         });
         for (int n = 0; n < groups; ++n) {
-          const Group group(keys, n, h, dim);
+          const TileRows group(keys, n, h, dim);
           n % 2 ? meet_keys<tiles.value, 1>(group, h > 0, sums_[n])
                 : meet_keys<tiles.value, 0>(group, h > 0, sums_[n]);
         }
@@ -64,8 +64,9 @@ class FewByteTiles {
   }
 
   // sums[r * columns + c] += sum_j p[r * p_row + j] code_j[c] for `rows` rows of probabilities.
-  void values(const float* p, int64_t p_row, int rows, const FewKeys<int8_t>& values, int64_t dim,
-              float* sums, int64_t columns) {
+  template <class Keys>
+  void values(const float* p, int64_t p_row, int rows, const Keys& values, int64_t dim, float* sums,
+              int64_t columns) {
     const int groups = int(blocks_of(values.count, kSide));
     for (int from = 0; from < rows; from += kMostRows) {
       const int here = smaller(rows - from, kMostRows);
@@ -75,7 +76,7 @@ class FewByteTiles {
         by_tiles<2>(dim - c, kWide, [&](auto tiles) {
           constexpr int T = tiles.value;
           each<2 * T>([&](auto t) { tiles_.template zero<t.value>(); });
-          for (int n = 0; n < groups; ++n) meet_values<T>(Group(values, n, c, dim), n, from == 0);
+          for (int n = 0; n < groups; ++n) meet_values<T>(TileRows(values, n, c, dim), n, from == 0);
           each<2 * T>([&](auto t) { tiles_.template store<t.value>(sums_[t.value], kSide); });
           for (int r = 0; r < here; ++r) {
             for (int t = 0; t < T; ++t)
@@ -89,7 +90,7 @@ class FewByteTiles {
 
  private:
   // Sixteen keys with T tiles of queries, which are loaded. `more`: there are sums of earlier codes.
-  template <int T, int kSum>
+  template <int T, int kSum, class Group>
   POLYATTN_INLINE void meet_keys(const Group& keys, bool more, float* sums) {
     more ? tiles_.template load<kSum>(sums, kSide) : tiles_.template zero<kSum>();
     each<T>([&](auto t) {
@@ -120,7 +121,7 @@ class FewByteTiles {
 
   // The n-th sixteen values in T tiles of columns, with both planes of the spread probabilities: tiles 0 and 1 are the
   // sums of the high one, those behind them of the low one.
-  template <int T>
+  template <int T, class Group>
   POLYATTN_INLINE void meet_values(const Group& values, int n, bool fetches) {
     tiles_.template load<4>(spread_[0][n], kSide);
     tiles_.template load<5>(spread_[1][n], kSide);
@@ -135,18 +136,19 @@ class FewByteTiles {
   }
 
   // Tile t of a group; nothing behind its rows is read.
+  template <class Group>
   POLYATTN_INLINE TilePlace as_it_is(const Group& group, int t) {
     if (!group.even || group.left < (t + 1) * kWide) [[unlikely]]
       return cut(group, t);
-    return {group.first + t * kWide, group.stride};
+    return {group.first + t * kWide, group.keys.stride};
   }
 
   // A copy, 0 behind the last code.
+  template <class Group>
   __attribute__((noinline)) TilePlace cut(Group group, int t) {
     const size_t some = size_t(smaller<int64_t>(group.left - t * kWide, kWide));
     std::memset(cut_, 0, sizeof cut_);
-    for (int i = 0; i < kSide; ++i)
-      std::memcpy(cut_ + i * kSide, group.at[i] + group.offset + t * kWide, some);
+    for (int i = 0; i < kSide; ++i) std::memcpy(cut_ + i * kSide, group.row(i) + t * kWide, some);
     return {cut_, kWide};
   }
 

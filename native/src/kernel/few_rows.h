@@ -12,6 +12,7 @@
 #include "kernel/few_bytes.h"
 #include "kernel/few_quarters.h"
 #include "kernel/few_tiles.h"
+#include "kernel/walk.h"
 #include "kernel/workspace.h"
 #include "memory_habits.h"
 
@@ -104,42 +105,41 @@ class FewRows {
     }
     Workspace owns[kMostTogether];
     for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
-    walk(visits, count, begin, [&](int i, int n, int64_t from, int64_t here) {
+    walk(visits, count, begin, turn(count), [&](int i, int n, int64_t from, int64_t here) {
       const Workspace& own = owns[i];
       const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       float* const to = own.scores + tile.first + from;
       const int count_of_rows = own.strips[0].count;
       const auto meet = [&](const auto& keys, const auto& next) {
+        if constexpr (kTiles) {
+          if (in_tiles(count_of_rows)) {
+            FewTiles<S, U, C> products;  // its memory is not cleared
+            products.scores(own.q, count_of_rows, tile_keys(a_.k, keys, here, next), a_.head_dim, to,
+                            kScoreRow);
+            return scale(to, own.key_scales + place, here, count_of_rows);
+          }
+        }
+        if constexpr (kByteTiles) {
+          if (bytes() && in_tiles(count_of_rows)) {
+            FewByteTiles<S, U> products;
+            return products.scores(own.q, room(), count_of_rows, tile_keys(a_.k, keys, here, next),
+                                   a_.head_dim, own.key_scales + place, to, kScoreRow);
+          }
+        }
         by_few(count_of_rows, [&](auto rows, int r) {
-          scores<rows.value>(own.q + r * d_.q_units, keys, here, next.where(r == 0), own.key_scales + place,
-                             to + r * kScoreRow);
+          scores<rows.value>(own.q + r * d_.q_units, keys, here, next(0).where(r == 0),
+                             own.key_scales + place, to + r * kScoreRow);
         });
       };
       if (even(items[i].rows)) {
         const EvenRun<C> now = run(a_.k, keys_, items[i], begin, stop),
                          then = run(a_.v, values_, items[i], begin, stop);
-        return meet(now.rows.from_row(place), ahead_of(now, then, place, met));
+        return meet(now.rows.from_row(place), [&](int64_t j) { return ahead_of(now, then, place + j, met); });
       }
       const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
       const Ahead<C> next = behind(at, w.next_keys, place, offset, fetching, count);
-      if constexpr (kTiles) {
-        if (in_tiles(count_of_rows)) {
-          FewTiles<S, U, C> products;  // its memory is not cleared
-          const FewKeys<C> met = tile_keys(a_.k, at, offset, here, next);
-          products.scores(own.q, count_of_rows, met, a_.head_dim, to, kScoreRow);
-          return scale(to, own.key_scales + place, here, count_of_rows);
-        }
-      }
-      if constexpr (kByteTiles) {
-        if (bytes() && in_tiles(count_of_rows)) {
-          FewByteTiles<S, U> products;
-          const FewKeys<C> met = tile_keys(a_.k, at, offset, here, next);
-          return products.scores(own.q, room(), count_of_rows, met, a_.head_dim, own.key_scales + place, to,
-                                 kScoreRow);
-        }
-      }
-      meet(LocatedRows<C>{at, offset}, next);
+      meet(LocatedRows<C>{at, offset}, [&](int64_t j) { return next.from_row(j); });
     });
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
@@ -156,40 +156,45 @@ class FewRows {
               bool careful = false) const {
     Workspace owns[kMostTogether];
     for (int i = 0; i < met.count; ++i) owns[i] = w.of(d_, i);
-    walk(visits, met.count, met.begin, [&](int i, int n, int64_t from, int64_t here) {
+    const auto each = [&](int i, int n, int64_t from, int64_t here) {
       const Workspace& own = owns[i];
       const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - met.begin + from;
       const float* p = own.scores + (tile.first + from) / U::kValues;
       const auto meet = [&](const auto& values, const auto& next) {
+        if constexpr (kTiles) {
+          if (in_tiles(own.strips[0].count)) {
+            const Care care{careful, own.words + int64_t{n} * kRows, visits[i].mixed + n};
+            return tile_values(own, p, care, tile_keys(a_.v, values, here, next));
+          }
+        }
+        if constexpr (kByteTiles) {
+          if (bytes() && in_tiles(own.strips[0].count)) {
+            FewByteTiles<S, U> products;
+            return products.values(p, kScoreRow, own.strips[0].count, tile_keys(a_.v, values, here, next),
+                                   a_.value_dim, own.out, d_.v_columns);
+          }
+        }
         by_few(own.strips[0].count, [&](auto rows, int r) {
-          row_values<rows.value>(p + r * kScoreRow, values, here, next.where(r == 0),
+          row_values<rows.value>(p + r * kScoreRow, values, here, next(0).where(r == 0),
                                  own.out + r * d_.v_columns);
         });
       };
       if (even(items[i].rows)) {
         const EvenRun<C> now = run(a_.v, values_, items[i], met.begin, met.stop);
         const EvenRun<C> then = run(a_.k, keys_, items[i], met.end, met.last);
-        return meet(now.rows.from_row(place), ahead_of(now, then, place, met));
+        return meet(now.rows.from_row(place), [&](int64_t j) { return ahead_of(now, then, place + j, met); });
       }
       const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + place;
       const int64_t offset = items[i].kv_head * a_.v.head;
       const Ahead<C> next = behind(at, w.next_values, place, offset, met.fetching, met.count);
-      if constexpr (kTiles) {
-        if (in_tiles(own.strips[0].count)) {
-          const uint64_t* words = careful && visits[i].mixed[n] ? own.words + int64_t{n} * kRows : nullptr;
-          return tile_values(own, p, careful, words, tile_keys(a_.v, at, offset, here, next));
-        }
-      }
-      if constexpr (kByteTiles) {
-        if (bytes() && in_tiles(own.strips[0].count)) {
-          FewByteTiles<S, U> products;
-          const FewKeys<C> met = tile_keys(a_.v, at, offset, here, next);
-          return products.values(p, kScoreRow, own.strips[0].count, met, a_.value_dim, own.out, d_.v_columns);
-        }
-      }
-      meet(LocatedRows<C>{at, offset}, next);
-    });
+      meet(LocatedRows<C>{at, offset}, [&](int64_t j) { return next.from_row(j); });
+    };
+    if (kTiles && met.count == 1 && in_tiles(items[0].rows)) {
+      by_runs(visits[0], [&](int n, int64_t keys) { each(0, n, 0, keys); });
+    } else {
+      walk(visits, met.count, met.begin, turn(met.count), each);
+    }
   }
 
   // Whether an item of so many rows meets keys in tiles, whose products take the same time for one row and for all.
@@ -205,6 +210,8 @@ class FewRows {
   // Keys that an item meets before it is the next one's turn, of several.
   static constexpr int kTurn = kByteTiles ? kTile : kTiles ? 32 : S::kLanes > 8 ? 16 : 8;
 
+  static constexpr int turn(int count) { return count > 1 ? kTurn : kTile; }
+
   // Floats of an item's queries where they are columns of tiles.
   int64_t room() const { return kTileUnits * d_.q_units; }
 
@@ -216,7 +223,9 @@ class FewRows {
   }
 
   // Whether rows that so many query rows meet lie evenly, and nothing needs them to be looked up.
-  bool even(int64_t rows) const { return !a_.pages.table && !bytes_in_use() && !in_tiles(rows); }
+  bool even(int64_t rows) const {
+    return !a_.pages.table && (!bytes_in_use() || (kByteTiles && in_tiles(rows)));
+  }
   bool bytes_in_use() const {
     if constexpr (kBytes) return bytes();
     return false;
@@ -302,21 +311,22 @@ class FewRows {
     few_values<S, U, R>(p, kScoreRow, rows, keys, next, a_.value_dim, out, d_.v_columns);
   }
 
-  // The same in tiles for all rows; each by itself where `words` say what it sees of a tile.
-  void tile_values(const Workspace& own, const float* p, bool careful, const uint64_t* words,
-                   const FewKeys<C>& values) const {
+  // The same in tiles for all rows; each by itself where what they see of a tile differs.
+  template <class Values>
+  void tile_values(const Workspace& own, const float* p, const Care& care, const Values& values) const {
     FewTiles<S, U, C> products;
-    const auto some = [&](int r, int rows, uint64_t seen) {
-      products.values(p + r * kScoreRow, kScoreRow, rows, values, Care{careful, seen}, a_.value_dim,
+    const auto some = [&](int r, int rows, const Care& of_rows) {
+      products.values(p + r * kScoreRow, kScoreRow, rows, values, of_rows, a_.value_dim,
                       own.out + r * d_.v_columns, d_.v_columns);
     };
     const int rows = own.strips[0].count;
-    if (!words) return some(0, rows, ~uint64_t{0});
-    for (int r = 0; r < rows; ++r) some(r, 1, words[r]);
+    if (!care.mixed_within(values.count)) return some(0, rows, {care.careful, nullptr, nullptr});
+    for (int r = 0; r < rows; ++r) some(r, 1, {true, care.words + r, care.mixed});
   }
-  FewKeys<C> tile_keys(const Array& x, const C* const* at, int64_t offset, int64_t keys,
-                       Ahead<C> ahead) const {
-    return {at, offset, x.row, a_.pages.table != nullptr, int(keys), ahead};
+  template <class Rows, class AheadOf>
+  FewKeys<Rows, AheadOf> tile_keys(const Array& x, const Rows& rows, int64_t keys,
+                                   const AheadOf& ahead) const {
+    return {rows, ahead, x.row, a_.pages.table != nullptr, int(keys)};
   }
 
   // The values' scales into the probabilities.
@@ -346,29 +356,6 @@ class FewRows {
         const bool both = i + W < columns;
         const typename S::Vec low = weighed(pairs, i), high = both ? weighed(pairs, i + W) : S::zero();
         S::store_some(p + i / 2, S::pairs(low, high), both ? W : W / 2);
-      }
-    }
-  }
-
-  // Calls `each` for all visited tiles in turn: with an item, a tile's number, the first of its keys and how many.
-  template <class Each>
-  static POLYATTN_INLINE void walk(const Visit* visits, int count, int64_t begin, Each each) {
-    const int turn = count > 1 ? kTurn : kTile;
-    int at[kMostTogether] = {};
-    for (int64_t j = begin; j < begin + kChunkKeys; j += kTile) {
-      int keys = 0;
-      for (int i = 0; i < count; ++i) {
-        while (at[i] < visits[i].tiles && visits[i].tile[at[i]].j0 < j) ++at[i];
-        if (at[i] < visits[i].tiles && visits[i].tile[at[i]].j0 == j) {
-          keys = larger(keys, visits[i].tile[at[i]].keys);
-        }
-      }
-      for (int from = 0; from < keys; from += turn) {
-        for (int i = 0; i < count; ++i) {
-          if (at[i] >= visits[i].tiles) continue;
-          const Tile& tile = visits[i].tile[at[i]];
-          if (tile.j0 == j && from < tile.keys) each(i, at[i], from, smaller(tile.keys - from, turn));
-        }
       }
     }
   }

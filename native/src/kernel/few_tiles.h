@@ -32,10 +32,26 @@ inline void pack_column(const T* row, int64_t dim, float* to, int r) {
   for (int64_t u = there; u < units_of<U>(dim); ++u) to[u * kTileUnits + r] = 0;
 }
 
-// How values are met: as they are; or those that a row sees, and their even and odd columns apart.
+// How values are met: as they are; or careful, where even and odd columns come apart and values that a row does not see
+// are 0. `words`: what the row sees of tiles that are `mixed`, kRows words from one to the next.
 struct Care {
   bool careful;
-  uint64_t seen;  // a bit for each key
+  const uint64_t* words;
+  const bool* mixed;
+
+  bool mixed_within(int64_t keys) const {
+    if (!careful) return false;
+    for (int64_t n = 0; n * kTile < keys; ++n) {
+      if (mixed[n]) return true;
+    }
+    return false;
+  }
+  // Of the n-th sixteen values, a bit for each.
+  POLYATTN_INLINE uint64_t seen(int n) const {
+    constexpr int kOfTile = kTile / kTileUnits;
+    if (!words || !mixed[n / kOfTile]) return ~uint64_t{0};
+    return words[int64_t{n} / kOfTile * kRows] >> n % kOfTile * kTileUnits;
+  }
 };
 
 template <class S, class U, class C>
@@ -48,7 +64,8 @@ class FewTiles {
  public:
   // scores[r * row + j] = q_r . key_j for `rows` queries, up to 8; scores of up to a multiple of 16 keys and of 4
   // queries are written.
-  void scores(const float* q, int rows, const FewKeys<C>& keys, int64_t dim, float* scores, int64_t row) {
+  template <class Keys>
+  void scores(const float* q, int rows, const Keys& keys, int64_t dim, float* scores, int64_t row) {
     const int groups = int(blocks_of(keys.count, kSide));
     for (int64_t h = 0; h < dim; h += kMost * kWide) {
       by_tiles<kMost>(dim - h, kWide, [&](auto tiles) {
@@ -56,7 +73,7 @@ class FewTiles {
           tiles_.template load<4 + t.value>(q + (h / U::kValues + t.value * kSide) * kSide, kSide);
         });
         for (int n = 0; n < groups; ++n) {
-          const Group group(keys, n, h, dim);
+          const TileRows group(keys, n, h, dim);
           n % 2 ? meet_keys<tiles.value, 1>(group, h > 0, sums_[n])
                 : meet_keys<tiles.value, 0>(group, h > 0, sums_[n]);
         }
@@ -74,28 +91,37 @@ class FewTiles {
 
   // sums[r * columns + c] += sum_j p[r * p_row + j] value_j[c] for `rows` rows of pairs of probabilities, which are 0
   // behind the last value up to a multiple of 16.
-  void values(const float* p, int64_t p_row, int rows, const FewKeys<C>& values, Care care, int64_t dim,
+  template <class Keys>
+  void values(const float* p, int64_t p_row, int rows, const Keys& values, Care care, int64_t dim,
               float* sums, int64_t columns) {
     const int groups = int(blocks_of(values.count, kSide));
-    for (int n = 0; n < groups; ++n) spread(p + n * kSide / 2, p_row, rows, spread_[n]);
+    const auto spread_some = [&](int from) {
+      for (int n = from; n < smaller(from + kMost, groups); ++n)
+        spread(p + n * kSide / 2, p_row, rows, spread_[n % (2 * kMost)]);
+    };
     for (int64_t c = 0; c < dim; c += kMost * kWide) {
       by_tiles<kMost>(dim - c, kWide, [&](auto tiles) {
         constexpr int T = tiles.value;
         const auto meet = [&](auto place) {
           each<T>([&](auto t) { tiles_.template zero<t.value>(); });
-          for (int n = 0; n < groups; ++n) meet_values<T>(Group(values, n, c, dim), spread_[n], n, place);
+          spread_some(0);
+          for (int from = 0; from < groups; from += kMost) {
+            spread_some(from + kMost);  // a tile that was just written is loaded slowly
+            for (int n = from; n < smaller(from + kMost, groups); ++n)
+              meet_values<T>(TileRows(values, n, c, dim), spread_[n % (2 * kMost)], n, place);
+          }
           each<T>([&](auto t) { tiles_.template store<t.value>(sums_[t.value], kSide); });
         };
         if (care.careful) {
           const auto half = [&](uint32_t keep) {
-            meet([&](const Group& g, int t, int n) { return cut(g, t, care.seen >> n * kSide, keep); });
+            meet([&](const auto& g, int t, int n) { return cut(g, t, care.seen(n), keep); });
           };
           half(0x0000ffffu);
           for (int t = 0; t < T; ++t) std::memcpy(even_[t], sums_[t], sizeof even_[t]);
           half(0xffff0000u);
           for (int t = 0; t < T; ++t) std::memcpy(sums_[t], even_[t], sizeof even_[t]);
         } else {
-          meet([&](const Group& g, int t, int) { return as_it_is(g, t); });
+          meet([&](const auto& g, int t, int) { return as_it_is(g, t); });
         }
         add<T>(rows, sums + c, columns, columns - c);
       });
@@ -103,11 +129,10 @@ class FewTiles {
   }
 
  private:
-  using Group = TileRows<C>;
   using Place = TilePlace;
 
   // Sixteen keys with T tiles of queries, which are loaded. `more`: there are sums of earlier elements.
-  template <int T, int kSum>
+  template <int T, int kSum, class Group>
   POLYATTN_INLINE void meet_keys(const Group& keys, bool more, float* sums) {
     more ? tiles_.template load<kSum>(sums, kSide) : tiles_.template zero<kSum>();
     each<T>([&](auto t) {
@@ -121,7 +146,7 @@ class FewTiles {
   }
 
   // The n-th sixteen values in T tiles of columns, which `place` says where to load, with spread probabilities.
-  template <int T, class Where>
+  template <int T, class Group, class Where>
   POLYATTN_INLINE void meet_values(const Group& values, const float* p, int n, Where place) {
     tiles_.template load<4>(p, kSide);
     each<T>([&](auto t) {
@@ -134,14 +159,16 @@ class FewTiles {
   }
 
   // Tile t of a group; nothing behind its rows is read.
+  template <class Group>
   POLYATTN_INLINE Place as_it_is(const Group& group, int t) {
     if constexpr (kCoded<C>) return decoded(group, t);
     if (!group.even || group.left < (t + 1) * kWide) [[unlikely]]
       return cut(group, t, ~uint64_t{0}, ~uint32_t{0});
-    return {group.first + t * kWide, group.stride * int64_t{sizeof(C)}};
+    return {group.first + t * kWide, group.keys.stride * int64_t{sizeof(C)}};
   }
 
   // Codes as bfloat16, of an even tile those of the next one too, if they are there.
+  template <class Group>
   POLYATTN_INLINE Place decoded(const Group& group, int t) {
     const int64_t left = group.left - t / 2 * 2 * kWide;
     if (left < 2 * kWide) return cut(group, t, ~uint64_t{0}, ~uint32_t{0});
@@ -149,7 +176,7 @@ class FewTiles {
 #pragma GCC unroll 4
       for (int i = 0; i < kSide; ++i) {
         typename S::Vec low, high;
-        S::two_unit_codes(group.at[i] + group.offset + t * kWide, low, high);
+        S::two_unit_codes(group.row(i) + t * kWide, low, high);
         S::store(decoded_[0] + i * kSide, low);
         S::store(decoded_[1] + i * kSide, high);
       }
@@ -159,9 +186,10 @@ class FewTiles {
 
   // A copy: 0 in rows whose bit is not set, in the half of each pair that `keep` lacks and behind the last element.
   // (By value: else a group would have to lie in memory.)
+  template <class Group>
   __attribute__((noinline)) Place cut(Group group, int t, uint64_t seen, uint32_t keep) {
     for (int i = 0; i < kSide; ++i) {
-      const C* const row = group.at[i] + group.offset + t * kWide;
+      const C* const row = group.row(i) + t * kWide;
       float* const to = cut_ + i * kSide;
       S::store(to, seen >> i & 1 ? load_units<S, U>(row, group.left - t * kWide) : S::zero());
       for (int u = 0; u < kSide; ++u) to[u] = float_of(bits_of(to[u]) & keep);
@@ -195,7 +223,7 @@ class FewTiles {
   }
 
   typename U::Tiles tiles_;
-  alignas(64) float sums_[kMost][kSide * kSide], spread_[kMost][kSide * kSide];
+  alignas(64) float sums_[kMost][kSide * kSide], spread_[2 * kMost][kSide * kSide];
   alignas(64) float cut_[kSide * kSide], even_[kMost][kRowsOfOdd * kSide], decoded_[2][kSide * kSide];
 };
 

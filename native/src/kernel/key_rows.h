@@ -37,6 +37,7 @@ struct Ahead {
   POLYATTN_INLINE const T* of(int64_t j) const { return rows[j] + offset; }
   Ahead where(bool wanted) const { return {wanted ? rows : nullptr, offset}; }
   Ahead from_column(int64_t column) const { return {rows, offset + column}; }
+  Ahead from_row(int64_t j) const { return {rows ? rows + j : nullptr, offset}; }
 };
 
 // In how many pages the rows of a block lie, as a power of two; `row`: bytes from one to the next.

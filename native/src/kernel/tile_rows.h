@@ -3,20 +3,20 @@
 
 #include <type_traits>
 
-#include "kernel/key_rows.h"
+#include "kernel/even_rows.h"
 #include "kernel/units.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
-// Up to kTile keys or values, and what is fetched meanwhile. They lie `offset` elements behind at[i], and `stride`
-// elements from each other but at the ends of pages.
-template <class C>
+// Some keys or values, up to a chunk, and what is fetched meanwhile: ahead(j) while those from the j-th on are met. They
+// lie `stride` elements from each other but at the ends of pages.
+template <class Rows, class AheadOf>
 struct FewKeys {
-  const C* const* at;
-  int64_t offset, stride;
+  Rows rows;
+  AheadOf ahead;
+  int64_t stride;
   bool paged;
   int count;
-  Ahead<C> ahead;
 };
 
 // Where a tile is loaded from, and bytes from a row to the next.
@@ -26,33 +26,39 @@ struct TilePlace {
 };
 
 // Sixteen keys or values, from an element on of which `left` are there.
-template <class C>
+template <class Rows, class AheadOf>
 struct TileRows {
+  using C = typename Rows::Element;
   static constexpr int kSide = kTileUnits;
 
+  const FewKeys<Rows, AheadOf>& keys;
+  int64_t from, element, left;
   const C* first;
-  const C* const* at;
-  int64_t offset, stride, left;
+  decltype(keys.ahead(0)) next;
   bool even;  // all lie `stride` elements from each other: not at the ends of pages, nor behind the last
-  const C* const* ahead;
-  int64_t further;
 
-  POLYATTN_INLINE TileRows(const FewKeys<C>& keys, int n, int64_t element, int64_t dim)
-      : at(keys.at + n * kSide), offset(keys.offset + element), stride(keys.stride), left(dim - element) {
-    first = at[0] + offset;
-    even = (n + 1) * kSide <= keys.count;
-    for (int i = 1; keys.paged && i < kSide; ++i) even &= at[i] - at[0] == i * stride;
-    ahead = keys.ahead.here() ? keys.ahead.rows + n * kSide : nullptr;
-    further = keys.ahead.offset + element;
+  POLYATTN_INLINE TileRows(const FewKeys<Rows, AheadOf>& few, int n, int64_t element, int64_t dim)
+      : keys(few), from(int64_t{n} * kSide), element(element), left(dim - element),
+        first(few.rows[from] + element), next(few.ahead(from)) {
+    even = from + kSide <= keys.count;
+    if constexpr (!Rows::kEven) {
+      for (int i = 1; keys.paged && i < kSide; ++i) even &= row(i) - first == i * keys.stride;
+    }
+  }
+
+  // The last one stands for those behind it.
+  POLYATTN_INLINE const C* row(int i) const {
+    return keys.rows[smaller<int64_t>(from + i, keys.count - 1)] + element;
   }
 
   // Fetches into the second cache, with the t-th of T tiles, the T-th part of rows that are read later.
   template <int T, int t>
   POLYATTN_INLINE void fetch(int wide) const {
-    if (!ahead) return;
+    constexpr int kFirst = kSide * t / T, kEnd = kSide * (t + 1) / T;
+    if (!next.here(kEnd - 1)) return;
 #pragma GCC unroll 16
-    for (int i = kSide * t / T; i < kSide * (t + 1) / T; ++i) {
-      const C* const row = ahead[i] + further;
+    for (int i = kFirst; i < kEnd; ++i) {
+      const C* const row = next.of(i) + element;
 #pragma GCC unroll 4
       for (int n = 0; n < T * wide; n += 64 / int{sizeof(C)}) __builtin_prefetch(row + n, 0, 2);
     }

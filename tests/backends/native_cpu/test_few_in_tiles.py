@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from polyattn.masks import Mask, Padding, Window
+from polyattn.masks import Causal, FirstKeys, Mask, Padding, Window
 from polyattn.native import forms, module
 from polyattn.native.forms import BFLOAT16, Form, isa_for
 from polyattn.selection.registry import Available
@@ -23,11 +23,11 @@ IN_TILES = [form for form in ("amx", "amx_twin") if form in module.isas()]
 HEADS, KEYS = 8, 150
 
 
-def draw(rows: int, dim: int = 72) -> tuple[Tensor, Tensor, Tensor]:
+def draw(rows: int, dim: int = 72, keys: int = KEYS) -> tuple[Tensor, Tensor, Tensor]:
     """Draw a query for `rows` heads of a group, and keys and values of two groups."""
     torch.manual_seed(rows * dim)
     q = torch.randn(1, 1, 2 * rows, dim).bfloat16()
-    k, v = torch.randn(2, 1, KEYS, 2, dim).bfloat16()
+    k, v = torch.randn(2, 1, keys, 2, dim).bfloat16()
     return q, k, v
 
 
@@ -52,17 +52,37 @@ def test_what_is_not_finite_stays_in_its_column(
     assert torch.equal(there, clean[..., rows:, :])
 
 
-@pytest.mark.parametrize(
-    "mask", [Padding(kv_lengths=torch.tensor([100])), Window(left=20)], ids=str
-)
+@pytest.mark.parametrize("keys", [150, 1100])
+@pytest.mark.parametrize("seen", ["padding", "window", "first and window"])
 @pytest.mark.parametrize("rows", [3, 4, 7])
-def test_what_is_masked_changes_no_bit(rows: int, mask: Mask, tiles: str) -> None:
-    q, k, v = draw(rows)
-    unseen = slice(100, None) if isinstance(mask, Padding) else slice(0, KEYS - 21)
+def test_what_is_masked_changes_no_bit(rows: int, seen: str, keys: int, tiles: str) -> None:
+    """Also where tiles that follow one another share their sums, and where some are passed over."""
+    q, k, v = draw(rows, keys=keys)
+    mask, unseen = {
+        "padding": (Padding(kv_lengths=torch.tensor([keys - 50])), slice(keys - 50, None)),
+        "window": (Window(left=20), slice(0, keys - 21)),
+        "first and window": (FirstKeys(10) | Window(left=90), slice(10, keys - 91)),
+    }[seen]
     clean = native(q, k, v, mask)
+    exact = attention(*(x.double() for x in (q, k, v)), mask=mask, backend="reference")
+    torch.testing.assert_close(clean.double(), exact, atol=2e-2, rtol=2e-2)
     for x in (k, v):
         x[0, unseen] = math.nan
     assert torch.equal(native(q, k, v, mask), clean)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_one_row_sees_changes_no_bit_of_another(heads: int, tiles: str) -> None:
+    """A NaN that two queries of a sequence see and two do not, where tiles share their sums."""
+    torch.manual_seed(heads)
+    q = torch.randn(1, 4, heads, 72).bfloat16()
+    k, v = torch.randn(2, 1, 700, 1, 72).bfloat16()
+    mask = Causal(align="bottom_right") & Window(left=300)
+    clean = native(q, k, v, mask)
+    v[0, 397, 0, 5] = math.nan  # the first query sees keys 396 to 696
+    struck = native(q, k, v, mask)
+    assert struck[0, :2, :, 5].isnan().all()
+    assert torch.equal(struck[0, 2:], clean[0, 2:])
 
 
 @pytest.mark.parametrize("dim", [1, 31, 32, 33, 64, 100, 128, 160, 256])

@@ -126,7 +126,7 @@ if __name__ == "__main__":
 
 def test_ranks_of_torchrun(tmp_path):
     text = """
-import os, sys
+import atexit, os
 import torch, torch.distributed as dist, torch.nn.functional as F
 dist.init_process_group("gloo")
 layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
@@ -135,10 +135,11 @@ for _ in range(1 + dist.get_rank()):
     out = F.scaled_dot_product_attention(q, q, q)
 out.sum().backward()
 dist.barrier()
-# gloo's threads end with the last who holds the group; one that outlives the interpreter and drops
-# a tensor aborts the process (pytorch/pytorch#179291), with polyattn or without
-del layer, q, out
 dist.destroy_process_group()
+# a thread of gloo's that outlives the interpreter and drops a tensor aborts the process
+# (pytorch/pytorch#179291), with polyattn or without: what runs at exit runs, the rest is left
+atexit._run_exitfuncs()
+os._exit(0)
 """
     (tmp_path / "train.py").write_text(text)
     launch = (

@@ -54,7 +54,7 @@ def on(facts: str, problem: Problem, **packages: str) -> Selection:
         ("sapphirerapids", DENSE.with_(batch=8, q_len=197, kv_len=197), "bfloat16", "native_cpu"),
         ("sapphirerapids", DENSE.with_(head_dim=128, value_dim=128), "bfloat16", "native_cpu"),
         ("sapphirerapids", ONE_HEAD_EACH, "bfloat16", "sdpa_flash"),
-        ("sapphirerapids", ONE_HEAD_EACH, "float32", "native_cpu"),
+        ("sapphirerapids", ONE_HEAD_EACH, "float32", "sdpa_flash"),
         ("sapphirerapids", LONG, "bfloat16", "native_cpu"),
         ("sapphirerapids", LONG, "float32", "native_cpu"),
         ("sapphirerapids", ONE_HEAD_EACH.with_(mask=PADDED), "bfloat16", "native_cpu"),
