@@ -146,3 +146,24 @@ def test_are_ordinary(dtype: Any) -> None:
         assert ask(exchange, x, x, x, allowed.t()) is bool(allowed.any(0).all())
     for strange in (x[:0], x.double(), x.int()):
         assert ask(exchange, strange, x, x, None) is False
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
+def test_are_ordinary_reads_what_is_there_and_nothing_between(order: Any) -> None:
+    """Rows with gaps, dims that are one run and others that are not, entries that repeat."""
+    ask, exchange = module.load().are_ordinary, short_training.EXCHANGE
+    whole = torch.full((3, 4, 5, 24), float("nan"))
+    fine = torch.ones(1, 1, 1, 1)
+    for cut in (whole[:, :, :, :17], whole[:, :2], whole[:, :, 1:3], whole[1:, 1:3, ::2, 3:]):
+        cut.fill_(1.0)
+        x = cut.permute(order)
+        assert ask(exchange, x, fine, fine, None) is True
+        for place in itertools.product(*({0, size // 2, size - 1} for size in x.shape)):
+            x[place] = float("inf")
+            assert ask(exchange, x, fine, fine, None) is False
+            x[place] = 1.0
+        whole.fill_(float("nan"))
+    repeated = torch.ones(3, 1, 4, 1).expand(3, 2, 4, 5).permute(order)
+    assert ask(exchange, repeated, fine, fine, None) is True
+    repeated.as_strided((12,), (1,))[7] = float("nan")
+    assert ask(exchange, repeated, fine, fine, None) is False
