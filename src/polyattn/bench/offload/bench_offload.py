@@ -189,8 +189,9 @@ def _disk_row(path: Path, blocks: int, budget: str, tokens: int, passes: int) ->
     found = json.loads(done.stdout)
     text = (
         f"{found['streamed']} of {blocks} blocks stream, a pass {found['pass_s']:.3f} s: "
-        f"{found['over_bound']:.2f} x max(compute, read), {found['over_predicted']:.2f} x as "
-        f"predicted; peak {found['peak_bytes'] >> 20} MiB of {int(budget) >> 20}, "
+        f"{found['over_bound']:.2f} x max(compute, read), {found['over_both']:.2f} x both at once "
+        f"without offload, {found['over_predicted']:.2f} x as predicted; peak "
+        f"{found['peak_bytes'] >> 20} MiB of {int(budget) >> 20}, "
         f"{found['over_planned_peak']:.3f} x as planned"
     )
     met = (

@@ -13,14 +13,19 @@ import statistics
 import struct
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyattn.hooks.layerwise_offload import offload
-from polyattn.hooks.layerwise_offload.mapped import MappedFile
+from polyattn.hooks.layerwise_offload.devices.host import Reader, Reading
+from polyattn.hooks.layerwise_offload.exact_memory import Block
+from polyattn.hooks.layerwise_offload.mapped import FilePart, MappedFile
+from polyattn.hooks.layerwise_offload.offload_plan import OffloadPlan
+from polyattn.hooks.layerwise_offload.offload_report import OffloadReport
 from polyattn.hooks.layerwise_offload.process_memory import begin_peak, peak
 
 __all__ = ["Stack", "measure", "write_weights"]
@@ -79,36 +84,120 @@ def write_weights(path: Path, blocks: int) -> int:
 
 
 def measure(path: Path, blocks: int, budget: str, tokens: int, passes: int) -> dict[str, Any]:
-    """Stream the model within the budget, and return times and peaks, planned and real."""
+    """Stream the model within the budget, and return times and peaks, planned and real.
+
+    After each pass the same computation runs alone, the same bytes are read alone, and then both
+    at once without offload between them: a disk that others use changes its rate by the second.
+    """
     with torch.device("meta"):
         model = Stack(blocks).eval().requires_grad_(False)
     x = torch.randn(1, tokens, WIDTH, generator=torch.Generator().manual_seed(1))
-    file = MappedFile(path)
-    cpu = torch.device("cpu")
+    file, cpu = MappedFile(path), torch.device("cpu")
+    rounds: list[_Round] = []
     with torch.no_grad():
         _out_of_cache(file)
         handle = offload(model, budget, "cpu", weights=path, sample=x)
-        begin_peak(cpu)
-        seconds = []
+        plan = handle.plan
+        bare = _Bare(model, plan, file)
         for _ in range(passes):
             _out_of_cache(file)
+            begin_peak(cpu)
             began = time.perf_counter()
             out = model(x)
-            seconds.append(time.perf_counter() - began)
-    report, plan = handle.report(), handle.plan
-    return {
-        "streamed": len(plan.streamed), "blocks": blocks, "tokens": tokens,
-        "weights_bytes": path.stat().st_size, "budget_bytes": plan.budget_bytes,
-        "pass_s": statistics.median(seconds), "seconds": seconds,
-        "predicted_s": plan.pass_s, "compute_s": plan.compute_s, "copy_s": plan.copy_s,
-        "bound_s": plan.bound_s,
-        "over_bound": statistics.median(seconds) / plan.bound_s if plan.bound_s else None,
-        "stall_s": sum(row.stall_s for row in report.units) / max(report.passes, 1),
-        "over_predicted": statistics.median(seconds) / plan.pass_s if plan.pass_s else None,
-        "peak_bytes": peak(cpu), "planned_peak_bytes": plan.peak_bytes,
-        "over_planned_peak": peak(cpu) / plan.peak_bytes,
+            took, most = time.perf_counter() - began, peak(cpu)
+            rounds.append(_Round(took, most, *bare.times(x)))
+        bare.close()
+    return _found(rounds, handle.report(), plan) | {
+        "blocks": blocks, "tokens": tokens, "weights_bytes": path.stat().st_size,
         "checksum": float(out.double().sum()),
     }  # fmt: skip
+
+
+class _Round(NamedTuple):
+    """What was measured one after the other, in seconds, and the most bytes that a pass held."""
+
+    pass_s: float
+    peak_bytes: int
+    compute_s: float
+    read_s: float
+    both_s: float
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.compute_s, self.read_s)
+
+
+def _found(rounds: Sequence[_Round], report: OffloadReport, plan: OffloadPlan) -> dict[str, Any]:
+    def middle(value: Callable[[_Round], float]) -> float:
+        return statistics.median(map(value, rounds))
+
+    seconds, most = middle(lambda each: each.pass_s), max(each.peak_bytes for each in rounds)
+    return {
+        "streamed": len(plan.streamed), "budget_bytes": plan.budget_bytes, "readers": plan.readers,
+        "pass_s": seconds, "predicted_s": plan.pass_s,
+        "compute_s": middle(lambda each: each.compute_s),
+        "read_s": middle(lambda each: each.read_s), "both_s": middle(lambda each: each.both_s),
+        "over_bound": middle(lambda each: each.pass_s / each.bound_s),
+        "over_both": middle(lambda each: each.pass_s / each.both_s),
+        "over_predicted": seconds / plan.pass_s if plan.pass_s else None,
+        "stall_s": sum(row.stall_s for row in report.units) / max(report.passes, 1),
+        "peak_bytes": most, "planned_peak_bytes": plan.peak_bytes,
+        "over_planned_peak": most / plan.peak_bytes,
+        "rounds": [each._asdict() for each in rounds],
+    }  # fmt: skip
+
+
+class _Bare:
+    """What a pass computes and reads, without offload: each alone, and both at once."""
+
+    def __init__(self, model: Stack, plan: OffloadPlan, file: MappedFile) -> None:
+        self._count, self._file = len(model.blocks), file
+        self._here = [model.get_submodule(name) for name in plan.resident]
+        self._parts = [_part(file, name) for name in plan.streamed]
+        self._reader = Reader()
+        self._reader.use(plan.readers or self._reader.threads)
+
+    def times(self, x: Tensor) -> tuple[float, float, float]:
+        """Return the seconds of computing, of reading, and of both at once."""
+        memory = Block(max(part.nbytes for part in self._parts)).whole
+        memory[::4096] = 0  # its pages are there, as those of a slot are
+
+        def compute() -> None:
+            y = x
+            for place in range(self._count):  # blocks are equal, so those that stay stand for all
+                y = self._here[place % len(self._here)](y)
+
+        def read() -> Reading:
+            _out_of_cache(self._file)
+            view = memory.numpy().data
+            return self._reader.read([(part, view[: part.nbytes]) for part in self._parts])
+
+        def both() -> None:
+            reading = read()
+            compute()
+            reading.result()
+
+        return _seconds(compute), _seconds(lambda: read().result()), _seconds(both)
+
+    def close(self) -> None:
+        """End the threads that read."""
+        self._reader.close()
+
+
+def _part(file: MappedFile, block: str) -> FilePart:
+    """Return where a block's weights lie in a safetensors file."""
+    with file.path.open("rb") as opened:
+        length = struct.unpack("<Q", opened.read(8))[0]
+        header = json.loads(opened.read(length))
+    spans = [header[name]["data_offsets"] for name in header if name.startswith(block + ".")]
+    start, end = min(span[0] for span in spans), max(span[1] for span in spans)
+    return FilePart(file, 8 + length + start, end - start)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def _out_of_cache(file: MappedFile) -> None:

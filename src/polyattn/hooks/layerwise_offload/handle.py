@@ -88,6 +88,8 @@ class LayerwiseOffload:
             return
         self._stop()
         self._plan = plan
+        if plan.readers:
+            attached.carrier.use_readers(plan.readers)
         staying = set(plan.resident)
         streamed = []
         for unit in attached.units:

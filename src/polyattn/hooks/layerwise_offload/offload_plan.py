@@ -30,7 +30,7 @@ class Facts:
     empty: not measured. `outside_s`: of a pass outside the units. `rates`: bytes a second from
     the ``host`` and the ``disk``; a tier that is missing was not measured. `interference`: by how
     many seconds a second of copying holds up the computation beside it. `staying`: units that stay
-    in any case.
+    in any case. `readers`: threads that read from a disk; 0: as many as is usual.
 
     >>> from polyattn.hooks.layerwise_offload import Facts
     >>> Facts([("blocks.0", 400), ("blocks.1", 400)], rates={"host": 25e9}).outside_bytes
@@ -48,6 +48,7 @@ class Facts:
     latency_s: float = 0.0
     interference: float = 0.0
     staying: Sequence[str] = ()
+    readers: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class OffloadPlan:
     `peak_bytes`: the most that the process will hold on the device. `beside_held`: the budget was
     less than the process holds without the model, and so is the model's alone. `pass_s`,
     `slowdown`: of one pass, None where the computation was not measured. `bound_s`: the longer of
-    computation and copies, which nothing beats.
+    computation and copies, which nothing beats. `readers`: threads that read from a disk, 0 where
+    that was not measured.
 
     >>> from polyattn.hooks.layerwise_offload import Facts, OffloadPlan, make_plan
     >>> facts = Facts([("a", 100), ("b", 100), ("c", 100)])
@@ -96,6 +98,7 @@ class OffloadPlan:
     copy_s: float | None = None
     pass_s: float | None = None
     beside_held: bool = False
+    readers: int = 0
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -230,8 +233,9 @@ def _verdict(plan: OffloadPlan) -> str:
         return f"everything fits on {plan.device}: nothing is moved"
     moved = sum(unit.nbytes for unit in plan.units if unit.tier != "resident")
     tiers = sorted({unit.tier for unit in plan.units} - {"resident"})
+    by = f" by {plan.readers} threads" if plan.readers > 1 else ""
     text = (
-        f"{len(plan.streamed)} of {len(plan.units)} units stream from {' and '.join(tiers)} to "
+        f"{len(plan.streamed)} of {len(plan.units)} units stream from {' and '.join(tiers)}{by} to "
         f"{plan.device}, {said(moved)} a pass"
     )
     if plan.slowdown is None or plan.bound_s is None or plan.pass_s is None:

@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["check_plan"]
 
 _TIERS = ("resident", "host", "disk")
+_MOST_READERS = 64
 _BYTES = ("outside_bytes", "other_bytes", "activation_bytes", "peak_bytes")
 
 
@@ -20,6 +21,7 @@ def check_plan(plan: Any) -> None:
     _require(
         "budget_bytes", plan.budget_bytes, plan.budget_bytes is None or _is_count(plan.budget_bytes)
     )
+    _require("readers", plan.readers, _is_count(plan.readers) and plan.readers <= _MOST_READERS)
     for name in ("compute_s", "copy_s", "pass_s"):
         _require(name, getattr(plan, name), _is_time(getattr(plan, name)))
     _require("beside_held", plan.beside_held, isinstance(plan.beside_held, bool))

@@ -85,7 +85,7 @@ def _planned(
     )
     plan = OffloadPlan(
         device, budget, depth, units, facts.outside_bytes, facts.other_bytes,
-        facts.activation_bytes, 0, dict(facts.rates), tuple(facts.order),
+        facts.activation_bytes, 0, dict(facts.rates), tuple(facts.order), readers=facts.readers,
     )  # fmt: skip
     peak = plan.weight_bytes + facts.other_bytes + facts.activation_bytes
     plan = replace(plan, peak_bytes=peak)

@@ -56,6 +56,15 @@ class Carrier(ABC):
     def fetch(self, source: Source, slot: Tensor, nbytes: int, users: Iterable[Any]) -> Fetch:
         """Begin to fill a slot from `source` once all is done that `users`, streams, do by now."""
 
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """How many threads may read from files, the usual number first; () where that is fixed."""
+        return ()
+
+    def use_readers(self, count: int) -> None:
+        """Read from files by so many threads from now on, where that can be chosen."""
+        del count
+
     @abstractmethod
     def await_filled(self, fetch: Fetch) -> None:
         """Hold the caller's computation back until it is filled."""

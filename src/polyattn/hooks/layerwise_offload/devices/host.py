@@ -27,7 +27,7 @@ class Reader:
 
     def __init__(self) -> None:
         # each keeps a core from the computation while it copies what it has read
-        self._threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self.threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0
 
@@ -46,6 +46,14 @@ class Reader:
         parts += [self._submit(_copy, times, memory, slot) for memory, slot in copies]
         return Reading(times, parts)
 
+    def use(self, threads: int) -> None:
+        """Read by so many threads, after all that was asked for."""
+        if threads == self.threads:
+            return
+        if self._pool is not None and self._process == os.getpid():
+            self._pool.shutdown(wait=True)
+        self._pool, self.threads = None, threads
+
     def close(self) -> None:
         """End the threads after what they are reading now."""
         if self._pool is not None and self._process == os.getpid():
@@ -55,7 +63,7 @@ class Reader:
     def _submit(self, work: Any, *arguments: Any) -> Future[None]:
         if self._pool is None or self._process != os.getpid():  # a child has no threads
             self._process = os.getpid()
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="polyattn-offload")
+            self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="polyattn-offload")
         return self._pool.submit(work, *arguments)
 
 
@@ -101,6 +109,16 @@ class HostCarrier(Carrier):
 
     def __init__(self) -> None:
         self._reader = Reader()
+        usual = self._reader.threads
+        # a disk may be faster with more reads at once, which takes more from the computation
+        self._choices = tuple(dict.fromkeys((usual, min(2 * usual, _MOST_THREADS))))
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        return self._choices
+
+    def use_readers(self, count: int) -> None:
+        self._reader.use(count)
 
     def slot(self, nbytes: int) -> Tensor:
         return Block(nbytes).whole
