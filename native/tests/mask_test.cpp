@@ -44,10 +44,25 @@ Strip rows_of_head(int64_t head, int64_t begin, int64_t end) {
   return s;
 }
 
+// The tiles that a strip visits, as the passes look for them.
+std::vector<int64_t> visited(const Arguments& a, const mask_test::Sequence& q, const Strip& strip) {
+  const Span keys = mask_test::span(a, q, strip.t_low, strip.t_high);
+  std::vector<int64_t> found;
+  std::vector<uint64_t> words(mask_test::kChunk * kRows);
+  for (int64_t j = keys.low / kTile * kTile; j < keys.high; j += kChunkKeys) {
+    mask_test::Visit visit;
+    mask_test::plan<mask_test::Simd, mask_test::FloatUnit>(
+        a, q, strip, j, std::min(j + kChunkKeys, keys.high), words.data(), &visit);
+    for (int i = 0; i < visit.tiles; ++i) found.push_back(visit.tile[i].j0 / kTile);
+  }
+  return found;
+}
+
 // One strip against all tiles.
 void compare(const Problem& p, const mask_test::Sequence& q, const Sequence& s, const Strip& strip) {
   const Arguments& a = p.a;
   const Span within = mask_test::span(a, q, strip.t_low, strip.t_high);
+  std::vector<int64_t> wanted;
   for (int64_t j0 = 0; j0 < q.kv_len; j0 += kTile) {
     const int n = static_cast<int>(std::min<int64_t>(kTile, q.kv_len - j0));
     const Cover claimed = mask_test::cover(a, q, strip, j0, j0 + n);
@@ -70,7 +85,9 @@ void compare(const Problem& p, const mask_test::Sequence& q, const Sequence& s, 
     expect(known == (any ? all ? Cover::full : Cover::mixed : Cover::empty), "a cover of words" + where);
     expect(claimed == Cover::mixed || claimed == known, "a cover is claimed wrongly" + where);
     expect(bounded, "a key is seen outside of the span" + where);
+    if (any) wanted.push_back(j0 / kTile);
   }
+  expect(visited(a, q, strip) == wanted, "other tiles are visited than are seen: " + p.text);
 }
 
 void random_masks(int64_t cases) {
@@ -82,7 +99,11 @@ void random_masks(int64_t cases) {
     for (size_t b = 0; b < all.size(); ++b) {
       const mask_test::Sequence q = mask_test::sequence_of(a, static_cast<int64_t>(b));
       for (int64_t t = 0; t < q.q_len; t += kRows) {
-        compare(*problem, q, all[b], rows_of_head(t / kRows % a.q_heads, t, std::min(t + kRows, q.q_len)));
+        Strip strip = rows_of_head(t / kRows % a.q_heads, t, std::min(t + kRows, q.q_len));
+        compare(*problem, q, all[b], strip);
+        strip.one_head = false;  // as where a group's heads are rows
+        for (int r = 0; r < strip.count; ++r) strip.head[r] = (strip.head[r] + r) % a.q_heads;
+        compare(*problem, q, all[b], strip);
       }
     }
   }
@@ -125,20 +146,9 @@ struct Masked {
     return *this;
   }
 
-  // The tiles that the strip of rows from `begin` on visits, as the passes look for them.
   std::vector<int64_t> tiles(int64_t begin) const {
     const mask_test::Sequence q = mask_test::sequence_of(a, 0);
-    const Strip strip = rows_of_head(0, begin, std::min(begin + kRows, a.q_len));
-    const Span keys = mask_test::span(a, q, strip.t_low, strip.t_high);
-    std::vector<int64_t> found;
-    std::vector<uint64_t> words(mask_test::kChunk * kRows);
-    for (int64_t j = keys.low / kTile * kTile; j < keys.high; j += kChunkKeys) {
-      mask_test::Visit visit;
-      mask_test::plan<mask_test::Simd, mask_test::FloatUnit>(
-          a, q, strip, j, std::min(j + kChunkKeys, keys.high), words.data(), &visit);
-      for (int i = 0; i < visit.tiles; ++i) found.push_back(visit.tile[i].j0 / kTile);
-    }
-    return found;
+    return visited(a, q, rows_of_head(0, begin, std::min(begin + kRows, a.q_len)));
   }
 };
 

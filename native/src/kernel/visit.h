@@ -25,6 +25,45 @@ struct Visit {
   bool mixed[kChunk];
 };
 
+// Passes over tiles whose blocks no row of a strip sees: of a long call most, and to ask all of the mask for each of
+// them takes as long as a tenth of the products.
+class UnseenBlocks {
+ public:
+  UnseenBlocks(const Arguments& a, const Sequence& q, const Strip& s) {
+    for (int i = 0; i < a.terms; ++i) {
+      const Term& term = a.term[i];
+      if (term.kind == TermKind::either || term.kind == TermKind::complement) return;  // others may see them
+    }
+    for (int i = 0; i < a.terms && term_ == nullptr; ++i) {
+      const Term& term = a.term[i];
+      if (term.kind == TermKind::blocks && (s.one_head || term.head == 0)) term_ = &term;
+    }
+    if (term_ == nullptr) return;
+    const int64_t line = s.t_low / term_->block_q;
+    lines_ = s.t_high / term_->block_q - line + 1;
+    bits_ = term_->bytes + q.b * term_->batch + s.head[0] * term_->head + line * term_->row;
+  }
+
+  // Keys j0 to j1 - 1 of a tile; false: ask all of the mask.
+  bool hold(int64_t j0, int64_t j1) const {
+    if (term_ == nullptr) return false;
+    const int64_t size = term_->block_k, first = size == kTile ? j0 / kTile : j0 / size;
+    const int64_t last = size == kTile ? first : (j1 - 1) / size;
+    for (int64_t r = 0; r < lines_; ++r) {
+      const uint8_t* const line = bits_ + r * term_->row;
+      for (int64_t c = first; c <= last; ++c) {
+        if (line[c * term_->column] != 0) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  const Term* term_ = nullptr;
+  const uint8_t* bits_ = nullptr;
+  int64_t lines_ = 0;
+};
+
 // The next tiles from key `begin` on that are visited, at most kChunk, of those up to `end`; returns the key at
 // which to go on. Tiles are packed from key `origin` on. `bits`: kRows words for each visited tile; set where it
 // is mixed.
@@ -32,7 +71,9 @@ template <class S, class U>
 inline int64_t plan_some(const Arguments& a, const Sequence& q, const Strip& s, int64_t origin, int64_t begin,
                          int64_t end, uint64_t* bits, Visit* visit) {
   int64_t j = begin;
+  const UnseenBlocks unseen(a, q, s);
   for (; j < end && visit->tiles < kChunk; j += kTile) {
+    if (unseen.hold(j, smaller(j + kTile, end))) continue;
     Tile tile;
     tile.j0 = j;
     tile.keys = int(smaller<int64_t>(kTile, end - j));
