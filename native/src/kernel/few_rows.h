@@ -105,7 +105,7 @@ class FewRows {
     }
     Workspace owns[kMostTogether];
     for (int i = 0; i < count; ++i) owns[i] = w.of(d_, i);
-    walk(visits, count, begin, turn(count), [&](int i, int n, int64_t from, int64_t here) {
+    walk(visits, count, begin, turn(), [&](int i, int n, int64_t from, int64_t here) {
       const Workspace& own = owns[i];
       const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
@@ -164,7 +164,7 @@ class FewRows {
       const auto meet = [&](const auto& values, const auto& next) {
         if constexpr (kTiles) {
           if (in_tiles(own.strips[0].count)) {
-            const Care care{careful, own.words + int64_t{n} * kRows, visits[i].mixed + n};
+            const Care care{careful, own.words + int64_t{n} * kRows, visits[i].mixed + n, from};
             return tile_values(own, p, care, tile_keys(a_.v, values, here, next));
           }
         }
@@ -190,10 +190,10 @@ class FewRows {
       const Ahead<C> next = behind(at, w.next_values, place, offset, met.fetching, met.count);
       meet(LocatedRows<C>{at, offset}, [&](int64_t j) { return next.from_row(j); });
     };
-    if (kTiles && met.count == 1 && in_tiles(items[0].rows)) {
+    if (kTiles && d_.together == 1 && in_tiles(items[0].rows)) {
       by_runs(visits[0], [&](int n, int64_t keys) { each(0, n, 0, keys); });
     } else {
-      walk(visits, met.count, met.begin, turn(met.count), each);
+      walk(visits, met.count, met.begin, turn(), each);
     }
   }
 
@@ -210,7 +210,8 @@ class FewRows {
   // Keys that an item meets before it is the next one's turn, of several.
   static constexpr int kTurn = kByteTiles ? kTile : kTiles ? 32 : S::kLanes > 8 ? 16 : 8;
 
-  static constexpr int turn(int count) { return count > 1 ? kTurn : kTile; }
+  // As many too for one of them alone, which is run again so: sums are rounded at the end of a turn.
+  int turn() const { return d_.together > 1 ? kTurn : kTile; }
 
   // Floats of an item's queries where they are columns of tiles.
   int64_t room() const { return kTileUnits * d_.q_units; }
@@ -320,8 +321,8 @@ class FewRows {
                       own.out + r * d_.v_columns, d_.v_columns);
     };
     const int rows = own.strips[0].count;
-    if (!care.mixed_within(values.count)) return some(0, rows, {care.careful, nullptr, nullptr});
-    for (int r = 0; r < rows; ++r) some(r, 1, {true, care.words + r, care.mixed});
+    if (!care.mixed_within(values.count)) return some(0, rows, {care.careful, nullptr, nullptr, 0});
+    for (int r = 0; r < rows; ++r) some(r, 1, {true, care.words + r, care.mixed, care.from});
   }
   template <class Rows, class AheadOf>
   FewKeys<Rows, AheadOf> tile_keys(const Array& x, const Rows& rows, int64_t keys,

@@ -33,24 +33,26 @@ inline void pack_column(const T* row, int64_t dim, float* to, int r) {
 }
 
 // How values are met: as they are; or careful, where even and odd columns come apart and values that a row does not see
-// are 0. `words`: what the row sees of tiles that are `mixed`, kRows words from one to the next.
+// are 0. `words`: what the row sees of tiles that are `mixed`, kRows words from one to the next; `from`: the first value's
+// place in the first tile.
 struct Care {
   bool careful;
   const uint64_t* words;
   const bool* mixed;
+  int64_t from;
 
   bool mixed_within(int64_t keys) const {
     if (!careful) return false;
-    for (int64_t n = 0; n * kTile < keys; ++n) {
+    for (int64_t n = 0; n * kTile < from + keys; ++n) {
       if (mixed[n]) return true;
     }
     return false;
   }
   // Of the n-th sixteen values, a bit for each.
   POLYATTN_INLINE uint64_t seen(int n) const {
-    constexpr int kOfTile = kTile / kTileUnits;
-    if (!words || !mixed[n / kOfTile]) return ~uint64_t{0};
-    return words[int64_t{n} / kOfTile * kRows] >> n % kOfTile * kTileUnits;
+    const int64_t place = from + int64_t{n} * kTileUnits;
+    if (!words || !mixed[place / kTile]) return ~uint64_t{0};
+    return words[place / kTile * kRows] >> place % kTile;
   }
 };
 

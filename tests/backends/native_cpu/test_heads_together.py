@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from polyattn.masks import BlockMap, Mask, Padding, Window
+from polyattn.masks import BlockMap, Mask, Padding, Segments, Window
 from polyattn.native import module
 from polyattn.selection.registry import Available
-from polyattn.torch import attention, paged_attention
+from polyattn.torch import attention, paged_attention, quantize_kv, quantized_attention
 
 pytestmark = pytest.mark.skipif(
     not isinstance(module.status(), Available), reason="the native kernels are not built here"
@@ -81,6 +81,43 @@ def test_a_masked_nan_reaches_nobody() -> None:
     seen = attention(q, k, v, mask=mask, backend="native_cpu")
     assert seen[1, 0, 20:24].isnan().all() and torch.equal(seen[0], clean[0])
     assert torch.equal(seen[1, 0, :20], clean[1, 0, :20])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 9])
+@pytest.mark.parametrize("form", module.isas())
+def test_a_masked_nan_changes_no_bit(
+    form: str, heads: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is run again, head by head, has the sums of heads that walked together.
+
+    One half of the keys nearly cancels the other, so that another order of sums is seen.
+    """
+    if module.load().refusal(module.isas().index(form)):
+        pytest.skip(f"{form} does not run here")
+    monkeypatch.setenv("POLYATTN_NATIVE_ISA", form)
+    dtype = torch.float16 if kind == "float16" else torch.bfloat16
+    q, k, v = draw(heads, 9 if heads == 9 else 8, dtype, 64)
+    half = KEYS // 2
+    k[:, half:] = k[:, :half]
+    v[:, half:] = v[:, :half] * -(1 + 1 / 64)
+    seen = torch.rand(2, KEYS // 4) < 0.8  # by fours, as scales are
+    mask = Segments(torch.ones(2, 1, dtype=int), seen.repeat_interleave(4, 1).long())
+    clean = run(q, k, v, mask, kind)
+    v[~seen.repeat_interleave(4, 1)] = torch.nan
+    assert torch.equal(run(q, k, v, mask, kind), clean)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kind: str) -> Tensor:
+    if kind in ("bfloat16", "float16"):
+        return attention(q, k, v, mask=mask, backend="native_cpu")
+    unseen = v.isnan()
+    cache = [quantize_kv(x.nan_to_num(0.5), dtype=kind, block_size=4) for x in (k, v)]
+    (keys, key_scales), (values, value_scales) = cache
+    value_scales[unseen[:, ::4, :, 0].transpose(1, 2)] = torch.nan
+    return quantized_attention(
+        q, keys, values, key_scales, value_scales, block_size=4, mask=mask, backend="native_cpu"
+    )
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
