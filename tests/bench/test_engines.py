@@ -121,6 +121,7 @@ def test_engines_that_do_not_fit_together_take_turns(checkout: Path, monkeypatch
     with Engines(["zeros", "zeros_again", "ncnn"], 2) as running:
         full = lambda case, times: "no room" if running.processes() else ""  # noqa: E731
         monkeypatch.setattr(engines, "lacking", full)
+        assert running.about() and running.processes()  # as of a case before, which hold its memory
         held = [
             ([way.name for way in party], len(running.processes()))
             for party in running.parties(Inputs.of(CASES[0]))

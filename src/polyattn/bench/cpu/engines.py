@@ -194,6 +194,8 @@ class Engines:
                 yield party
                 self._end()
                 party, crowded = [], True
+            if lacking(case, ENGINE) and not any(isinstance(way, Way) for way in party):
+                self._end()  # what they hold of the case before
             why = lacking(case, ENGINE)
             party.append(Unable(engine.name, why) if why else engine.way(inputs, files, folder))
         if party or not self._all:
