@@ -63,6 +63,10 @@ def test_a_model_in_a_file(tmp_path: Path) -> None:
     found = measure(path, 6, str(220 << 20), tokens=2, passes=2)  # the model's own
     assert 2 < found["streamed"] <= 6
     assert found["predicted_s"] > 0
+    assert {"pass_s", "compute_s", "read_s", "both_s", "peak_bytes"} == set(found["rounds"][0])
+    assert min(found["rounds"][0].values()) > 0
+    least = measure(path, 6, str(160 << 20), tokens=2, passes=1)  # nothing stays
+    assert least["streamed"] == 6 and least["both_s"] > 0
 
 
 @pytest.mark.slow

@@ -161,11 +161,12 @@ class _Bare:
         """Return the seconds of computing, of reading, and of both at once."""
         memory = Block(max(part.nbytes for part in self._parts)).whole
         memory[::4096] = 0  # its pages are there, as those of a slot are
+        here = self._here or [_Block().eval().requires_grad_(False)]
 
         def compute() -> None:
             y = x
             for place in range(self._count):  # blocks are equal, so those that stay stand for all
-                y = self._here[place % len(self._here)](y)
+                y = here[place % len(here)](y)
 
         def read() -> Reading:
             _out_of_cache(self._file)

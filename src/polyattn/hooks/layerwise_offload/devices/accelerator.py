@@ -73,6 +73,9 @@ class AcceleratorCarrier(Carrier):
         self._drop_retired()
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def use_readers(self, count: int) -> None:
+        self._reader.use(count)
+
     def stream(self) -> Any:
         return self._module.current_stream(self.device)
 
