@@ -69,6 +69,7 @@ def test_random_problems(name: str, device: str) -> None:
 
 
 FOUND = [
+    '{"seed":269192177,"b":1,"t":1,"s":1,"h":40,"v":40,"layout":"BNTH","strides":"oec"}',
     (
         '{"seed":1637780687,"b":1,"t":5,"s":8,"h":17,"v":17,"layout":"BNTH",'
         '"mask":["Segments",false,true],"strides":"ecs","poison":true}'

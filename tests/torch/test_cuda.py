@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import polyattn
-from polyattn import Causal, Dense, Padding, Segments, Window
+from polyattn import Causal, Dense, LeftPadding, Padding, Segments, Window
 from polyattn.torch import attention, scaled_dot_product_attention
 
 pytestmark = pytest.mark.gpu
@@ -47,12 +47,16 @@ def masks() -> dict[str, Any]:
     pairs = torch.rand(T, T, generator=torch.Generator().manual_seed(1)).cuda() < 0.5
     return {
         "none": None, "causal": Causal(), "window": Window(64, 0),
-        "padding": Padding(kv_lengths=lengths), "segments": Segments(ids, ids) & Causal(),
-        "dense": Dense(pairs),
+        "padding": Padding(kv_lengths=lengths),
+        "causal padding": Causal() & Padding(lengths, lengths),
+        "left padding": LeftPadding(kv_starts=lengths - 100) & Causal(),
+        "segments": Segments(ids, ids) & Causal(), "dense": Dense(pairs),
     }  # fmt: skip
 
 
-MASKS = ["none", "causal", "window", "padding", "segments", "dense"]
+MASKS = [
+    "none", "causal", "window", "padding", "causal padding", "left padding", "segments", "dense",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -275,3 +279,53 @@ def test_windows_of_grouped_heads(rows: int) -> None:
         part = q[:, :, :rows]
         out = attention(part, k, v, mask=mask, layout="BNTH", backend="sdpa_flash")
         assert_right(out, exact(part, k, v, mask=mask))
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_padded_cache_is_read_to_its_length(rows: int, layout: str) -> None:
+    """In a graph as well, whose lengths change from replay to replay; what is behind is NaN."""
+    room, used = T + 32, T
+    drawn = [torch.randn(2, 4, room, H, device="cuda") for _ in range(2)]
+    cache = [x.to(torch.bfloat16).transpose(1, 2) for x in drawn]  # (B, T, N, H), heads first
+    if layout == "BTNH":
+        cache = [x.contiguous() for x in cache]
+    lengths = torch.tensor([70, 0], dtype=torch.int64, device="cuda")
+    q = torch.randn(2, rows, 8, H, device="cuda").to(torch.bfloat16)
+    for x in cache:
+        x[:, used:] = float("nan")
+
+    def step() -> Tensor:
+        k, v = (x[:, :used] for x in cache)
+        given = q, k, v
+        if layout == "BNTH":
+            given = tuple(x.transpose(1, 2) for x in given)
+        return attention(*given, mask=Padding(kv_lengths=lengths), layout=layout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for now in ([70, 0], [1, used], [used + 5, 13], [-4, 64]):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        k, v = (x[:, :used] for x in cache)
+        truth = attention(
+            q.double(), k.double(), v.double(), mask=Padding(kv_lengths=lengths.clamp(0, used)),
+            backend="reference",
+        )  # fmt: skip
+        truth = truth if layout == "BTNH" else truth.transpose(1, 2)
+        assert_right(captured, truth)
+        assert_right(step(), truth)
+
+
+def test_padding_is_read_by_the_flash_kernel() -> None:
+    from polyattn.selection.requests import record_selections
+
+    for mask in ("padding", "causal padding", "left padding"):
+        with record_selections() as ran:
+            attention(*arrays(), mask=masks()[mask], layout="BNTH")
+        assert [one.backend for one in ran] == ["sdpa_flash"], mask

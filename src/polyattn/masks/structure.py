@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from polyattn.masks import STATIC_KINDS
 
-__all__ = ["Structure", "structure_of", "with_sizes"]
+__all__ = ["Structure", "is_of_ranges", "structure_of", "with_sizes"]
 
 _SIZES = re.compile(r"\b\d+(?:x\d+)+\b")
 _LEAF = re.compile(r"(\w+)\([^()]*\)")
@@ -50,6 +50,17 @@ class Structure(NamedTuple):
     def of(self, kind: str) -> list[Structure]:
         """Return the leaves of one class."""
         return [leaf for leaf in self.leaves() if leaf.kind == kind]
+
+
+def is_of_ranges(mask: Structure) -> bool:
+    """Say whether a mask leaves each batch entry one range of keys: padding, causal or not.
+
+    >>> texts = "Padding(q=None, kv=2)", "Causal() & Padding(q=2, kv=2)", "Causal()"
+    >>> [is_of_ranges(structure_of(text)) for text in texts]
+    [True, True, False]
+    """
+    kinds = {part.kind for part in (mask.parts if mask.kind == "And" else (mask,))}
+    return kinds <= {"Padding", "LeftPadding", "Causal"} and kinds != {"Causal"}
 
 
 @functools.lru_cache(maxsize=4096)

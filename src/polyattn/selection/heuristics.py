@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from polyattn.masks.structure import is_of_ranges
 from polyattn.problem import Problem
 from polyattn.selection.capabilities import arch_number
 from polyattn.selection.evidence.figures import UNMEASURED, Evidence
@@ -56,6 +57,13 @@ def _ends_at_the_last_key(p: Problem) -> bool:
     if p.mask is None or p.q_len > p.kv_len:
         return False
     return p.mask.structure.kind == "Window" or (p.mask.is_causal() and p.q_len < p.kv_len)
+
+
+def _is_padded(p: Problem) -> bool:
+    """Say whether the mask is padding, of a square if it is causal as well."""
+    if p.mask is None or not is_of_ranges(p.mask.structure):
+        return False
+    return "Causal" not in p.mask.kinds or p.q_len == p.kv_len
 
 
 def _wants_wrapping(p: Problem) -> bool:
@@ -172,6 +180,14 @@ ROWS: tuple[Row, ...] = (
         ("sdpa_flash", "flex", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"),
         "FlashAttention 2 masks windows, and causal calls of fewer queries than keys, by itself: "
         f"a window of 256 in 8192 keys 9 x torch's own call, 4 x FlexAttention, {_H100}",
+        rests_on=_H100,
+    ),
+    Row(
+        "cuda, padding",
+        lambda p: p.device == "cuda" and _is_padded(p),
+        ("sdpa_flash", "sdpa_cudnn", "flex", "sdpa_efficient", "sdpa_math"),
+        "FlashAttention 2 reads no key that padding hides, where the others are handed a mask "
+        f"and copies without what it hides: half of 2048 keys 2 x torch's own call, {_H100}",
         rests_on=_H100,
     ),
     Row(

@@ -32,6 +32,7 @@ PLACED: dict[str, tuple[Tensor, bool]] = {
     "a part of wide rows": (halves(2, 3, 4, 32)[..., 8:24], True),
     "rows of 27": (WIDE[:2, :3, :4, :16], False),
     "one entry further": (halves(2, 3, 4, 32)[..., 1:17], False),
+    "one row, spaced oddly": (WIDE[:1, :1, :1, :16], True),
     "every other entry": (halves(2, 3, 4, 32)[..., ::2], False),
     "not where memory begins": (halves(1 + 2 * 3 * 4 * 16)[1:].view(SHAPE), False),
 }

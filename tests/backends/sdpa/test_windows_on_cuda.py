@@ -51,7 +51,7 @@ def stand_in(
 def test_windows_are_what_they_are(
     mask: Any, rows: int, keys: int, kv_heads: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "windowed_flash_attention", stand_in)
+    monkeypatch.setattr(operators, "flash_forward", stand_in)
     monkeypatch.setattr(lowering, "is_readable", lambda x: False)
     shapes = (2, rows, 4, 16), (2, keys, kv_heads, 16), (2, keys, kv_heads, 16)
     q, k, v = (torch.randn(shape) for shape in shapes)

@@ -19,6 +19,7 @@ from polyattn.backends.declaring import (
     operator_of,
     torch_probe,
 )
+from polyattn.masks.structure import is_of_ranges
 from polyattn.problem import Problem
 from polyattn.selection.backend import Backend
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities, Reason, arch_number
@@ -46,8 +47,8 @@ def _flash() -> Backend:
     )  # fmt: skip
     cuda = Capabilities(
         devices={"cuda"}, dtypes=HALVES, head_dims=(8, 256, 8), archs=(80, 121),
-        masks={"Causal", "Window"}, scale=True, gqa=True, lse=True, backward=True, dropout=True,
-        deterministic=True, strided=True, compiled=True,
+        masks={"Causal", "Window", "Padding", "LeftPadding", "And"}, scale=True, gqa=True, lse=True,
+        backward=True, dropout=True, deterministic=True, strided=True, compiled=True,
     )  # fmt: skip
     return Backend(
         "sdpa_flash", "torch", (cpu, cuda),
@@ -65,7 +66,9 @@ def _fold_choices(problem: Problem) -> list[dict[str, bool]]:
 def _flash_extra(p: Problem) -> Iterator[Reason]:
     if p.device != "cuda":
         return
-    if p.mask and p.q_len > p.kv_len:  # rows without keys, whose lse would be +inf
+    if p.mask and p.mask.kinds - {"Causal", "Window", "Full"}:
+        yield from _flash_ranges(p)
+    elif p.mask and p.q_len > p.kv_len:  # rows without keys, whose lse would be +inf
         yield Reason("mask", f"{p.mask} with T={p.q_len} > S={p.kv_len}", "T <= S")
     yield from _scales_infinities(p)
     if p.dropout_p == 1:
@@ -74,6 +77,16 @@ def _flash_extra(p: Problem) -> Iterator[Reason]:
     small = 86 <= sm <= 89 or 120 <= sm <= 121
     if p.grad and small and p.head_dim > 192 and (p.head_dim <= 224 or p.dropout_p > 0):
         yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")
+
+
+def _flash_ranges(p: Problem) -> Iterator[Reason]:
+    assert p.mask is not None
+    if not is_of_ranges(p.mask.structure):
+        yield Reason("mask", str(p.mask), "one window, or padding and causal masks joined by &")
+    elif "Causal" in p.mask.kinds and p.q_len != p.kv_len:
+        yield Reason("mask", f"{p.mask} with T={p.q_len}, S={p.kv_len}", "equal lengths")
+    if p.dropout_p > 0:
+        yield Reason("dropout", f"{p.dropout_p} under {p.mask}", "none with padding")
 
 
 def _scales_infinities(p: Problem) -> Iterator[Reason]:

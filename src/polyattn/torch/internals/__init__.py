@@ -99,6 +99,7 @@ from polyattn.torch.internals.operators import (
     flash_attention,
     flash_attention_for_cpu,
     flash_binding,
+    flash_forward,
     flash_operator_for_cpu,
     is_allowed,
     math_attention,
@@ -106,7 +107,6 @@ from polyattn.torch.internals.operators import (
     present_operator,
     replace_operator,
     torch_sdpa,
-    windowed_flash_attention,
 )
 from polyattn.torch.internals.private_names import LOOKED_AT, ROWS, Private
 from polyattn.torch.internals.state import (
@@ -244,7 +244,7 @@ __all__ = [
     "transforms",
     "unwrapped",
     "version_of",
-    "windowed_flash_attention",
+    "flash_forward",
     "without_overrides",
     "wrapper_tensor",
 ]

@@ -26,7 +26,7 @@ __all__ = [
     "present_operator",
     "replace_operator",
     "torch_sdpa",
-    "windowed_flash_attention",
+    "flash_forward",
 ]
 
 OPERATORS_MODULE = "torch._C._nn"
@@ -60,7 +60,7 @@ def _operator(name: str, backend: str) -> Callable[..., Any]:
 
 
 flash_attention = _operator("_scaled_dot_product_flash_attention", "sdpa_flash")
-windowed_flash_attention = _operator("_flash_attention_forward", "sdpa_flash")
+flash_forward = _operator("_flash_attention_forward", "sdpa_flash")
 efficient_attention = _operator("_scaled_dot_product_efficient_attention", "sdpa_efficient")
 cudnn_attention = _operator("_scaled_dot_product_cudnn_attention", "sdpa_cudnn")
 math_attention = _operator("_scaled_dot_product_attention_math", "sdpa_math")

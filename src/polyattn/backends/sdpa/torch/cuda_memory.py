@@ -36,13 +36,18 @@ def in_vectors(x: Tensor) -> Tensor:
     >>> x = torch.zeros(4, 16, dtype=torch.bfloat16)
     >>> in_vectors(x) is x, in_vectors(x[:, :8]).stride(), in_vectors(x[:, 3:11]).stride()
     (True, (16, 1), (8, 1))
+    >>> in_vectors(x.as_strided((1, 8), (11, 1))).stride()
+    (8, 1)
     """
     step = _VECTOR // x.element_size()
     *rows, last = zip(x.shape, x.stride(), strict=True)
     lies = last[0] <= 1 or last[1] == 1
-    if lies and all(size <= 1 or stride % step == 0 for size, stride in rows) and _begins(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    if not (lies and all(size <= 1 or stride % step == 0 for size, stride in rows) and _begins(x)):
+        return x.clone(memory_format=torch.contiguous_format)
+    for dim in range(len(rows) - 1, -1, -1):  # the memory-efficient kernel asks these strides, too
+        if rows[dim][0] == 1 and rows[dim][1] % step:
+            x = x.squeeze(dim).unsqueeze(dim)
+    return x
 
 
 @functools.cache

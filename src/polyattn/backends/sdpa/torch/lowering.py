@@ -88,6 +88,10 @@ class _Attend:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any) -> Result:
         dims, p = Dims.of(q, k), self.problem
+        if self.op.ranges:
+            if p.lse and p.grad:  # a NaN in a row without keys comes into no gradient
+                q = torch.where(visible(mask, dims, q.device).empty, 0, q)
+            return self._run(q, k, v, mask, False)
         high = dims.kv_len
         view: Visible | None = None
         if self.op.windows:

@@ -14,9 +14,9 @@ from polyattn.torch.internals import (
     cudnn_attention,
     efficient_attention,
     flash_attention,
+    flash_forward,
     is_grad_enabled,
     math_attention,
-    windowed_flash_attention,
 )
 
 __all__ = [
@@ -40,7 +40,7 @@ class Op:
 
     `grouped`: takes fewer key/value heads as they are; `folds`: and is faster if the heads of a
     group are rows where there are few. `windows`: masks by itself, from the last key on,
-    which heads as rows would mistake.
+    which heads as rows would mistake. `ranges`: masks by itself, given the mask.
     `zeroes_empty`: rows that see no key are 0 with gradient 0 (its lse still has to be rewritten).
     `causal_with_mask`: applies its causal flag beside a mask. `wide`: takes float32 masks
     beside half-precision inputs, and masks that broadcast. `loses_nan`: a row of less than
@@ -54,6 +54,7 @@ class Op:
     grouped: bool = False
     folds: bool = True
     windows: bool = False
+    ranges: bool = False
     zeroes_empty: bool = False
     causal_with_mask: bool = False
     wide: bool = False
@@ -150,7 +151,7 @@ def windowed(left: int | None, right: int | None) -> Call:
         lse: bool,
     ) -> Result:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, sums, *_ = windowed_flash_attention(
+        out, sums, *_ = flash_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], dropout, False, False, scale=scale,
             window_size_left=-1 if left is None else left,
             window_size_right=-1 if right is None else right,

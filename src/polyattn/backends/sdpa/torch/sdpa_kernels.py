@@ -18,6 +18,7 @@ from polyattn.backends.sdpa.torch.operators import (
     unfused,
     windowed,
 )
+from polyattn.backends.sdpa.torch.ranges import by_ranges
 from polyattn.backends.sdpa.torch.short_training import trained_flash_cpu, trains_short
 from polyattn.backends.sdpa.torch.short_ways import (
     biased_flash_cpu,
@@ -30,6 +31,7 @@ from polyattn.backends.sdpa.torch.short_ways import (
     plain_flash_cpu,
     traced_flash_cpu,
 )
+from polyattn.masks.structure import is_of_ranges
 from polyattn.problem import Problem
 from polyattn.torch.internals import flash_attention_for_cpu
 
@@ -84,6 +86,9 @@ def _flash_on_cuda(problem: Problem, config: Mapping[str, Any]) -> Callable[...,
         names = mask.structure.named
         call = windowed(names["left"], names["right"])
         op = Op(call, grouped=True, folds=False, in_vectors=True, windows=True)
+        return lowered(op, problem, config)
+    if mask is not None and is_of_ranges(mask.structure):
+        op = Op(by_ranges(problem), grouped=True, folds=False, in_vectors=True, ranges=True)
         return lowered(op, problem, config)
     return _on_cuda("sdpa_flash", Op(flash_cuda, grouped=True, in_vectors=True), problem, config)
 

@@ -1,0 +1,263 @@
+"""FlashAttention 2 for CUDA on padded batches: no key is read that padding hides, and no query.
+
+Padding and left padding leave each batch entry one range of queries and one of keys. The kernel
+takes sequences that lie one behind the other, given by where they begin; so a batch entry becomes a
+few of them: the ranges that see each other, and what lies beside them as sequences of queries
+without keys (output 0) and of keys without queries (gradient 0). Nothing is copied or zeroed for
+it, and no length is read by the host. A causal mask is the kernel's own on the square in front of
+the last key; queries behind it see every key, in a second run that skips the first one's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.backends.sdpa.torch.operators import Call, Result
+from polyattn.masks import Causal, LeftPadding, Mask, Padding
+from polyattn.problem import Problem
+from polyattn.torch.internals import are_transforms_active, dispatch_modes, flash_forward
+from polyattn.torch.kit.masking import Dims, may_be_kept, stream_of, visible
+
+__all__ = ["by_ranges", "hidden_rows"]
+
+_MOST = (1 << 31) - 1
+Bound = Tensor | None
+Point = Tensor | int
+
+
+class _Ranges(NamedTuple):
+    """The queries and keys of each batch entry that see each other, (B,) int32; None is no bound.
+
+    `is_causal`: query i sees key j only where j <= i. `alike`: queries end where keys end.
+    """
+
+    q_first: Bound
+    q_end: Bound
+    k_first: Bound
+    k_end: Bound
+    is_causal: bool
+    alike: bool
+
+
+def by_ranges(problem: Problem) -> Call:
+    """Return the call of the kernel for a mask of ranges, which it is handed as it is."""
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        causal: bool,
+        scale: Any,
+        dropout: float,
+        lse: bool,
+    ) -> Result:
+        found = _ranges_of(mask, q.shape[2], k.shape[2])
+        reads = found.q_first is None and found.q_end is None and not found.is_causal
+        if reads and not problem.grad:
+            out, sums = _reading(q, k, v, found, scale, problem.compiled)
+        else:
+            out, sums = _in_sequences(q, k, v, found, scale, problem.grad or problem.compiled)
+        if not lse:
+            return out, None
+        empty = hidden_rows(mask, q, k).squeeze(-1)
+        return out, sums.masked_fill(empty, float("-inf"))
+
+    return call
+
+
+def hidden_rows(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    """Return which queries see no key, (B|1, N|1, T|1, 1) bool."""
+    return visible(mask, Dims.of(q, k), q.device).empty
+
+
+def _ranges_of(mask: Mask, q_len: int, k_len: int) -> _Ranges:
+    leaves = mask.leaves()
+    paddings = [leaf for leaf in leaves if isinstance(leaf, Padding)]
+    lefts = [leaf for leaf in leaves if isinstance(leaf, LeftPadding)]
+    return _Ranges(
+        _largest([leaf.q_starts for leaf in lefts], q_len),
+        _smallest([leaf.q_lengths for leaf in paddings], q_len),
+        _largest([leaf.kv_starts for leaf in lefts], k_len),
+        _smallest([leaf.kv_lengths for leaf in paddings], k_len),
+        any(isinstance(leaf, Causal) for leaf in leaves),
+        all(leaf.q_lengths is leaf.kv_lengths for leaf in paddings),
+    )
+
+
+def _within(bounds: Sequence[Bound], most: int) -> list[Tensor]:
+    """Return those that are there, of 0 to `most`: on a device nobody has read them."""
+    return [x.clamp(0, most).to(torch.int32) for x in bounds if x is not None]
+
+
+def _largest(bounds: Sequence[Bound], most: int) -> Bound:
+    found = _within(bounds, most)
+    return functools.reduce(torch.maximum, found) if found else None
+
+
+def _smallest(bounds: Sequence[Bound], most: int) -> Bound:
+    found = _within(bounds, most)
+    return functools.reduce(torch.minimum, found) if found else None
+
+
+def _reading(
+    q: Tensor, k: Tensor, v: Tensor, found: _Ranges, scale: Any, compiled: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend to the first keys of each batch entry; few queries share the work on many keys.
+
+    The kernel's own way for caches: lengths beside where rows begin. It has no gradients.
+    """
+    b, _, t, _ = q.shape
+    keys, values, step = _rows(k, v, compiled)
+    begin = _marks((step,), b, step, k.device)
+    lengths = found.k_end
+    if found.k_first is not None:
+        end = k.shape[2] if lengths is None else lengths
+        lengths = (end - found.k_first).clamp(min=0)
+        begin = begin + torch.nn.functional.pad(found.k_first, (0, 1))
+    assert lengths is not None  # a mask of ranges that bounds nothing is none
+    ends = _marks((t,), b, t, q.device)
+    rows = q.transpose(1, 2).flatten(0, 1)
+    out, sums, *_ = flash_forward(
+        rows, keys, values, ends, begin, t, k.shape[2], 0.0, False, False, scale=scale,
+        seqused_k=lengths.contiguous(),
+    )  # fmt: skip
+    return _bnth(out, sums, b)
+
+
+def _in_sequences(
+    q: Tensor, k: Tensor, v: Tensor, found: _Ranges, scale: Any, copies: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend by sequences one behind the other: what sees each other, and what is beside."""
+    b, _, t, _ = q.shape
+    s = k.shape[2]
+    keys, values, step = _rows(k, v, copies)
+    rows = q.transpose(1, 2).flatten(0, 1)
+    longest = max(t, 2)  # of one query the kernel would make rows of the heads of a group
+
+    def run(q_first: Bound, q_end: Bound, k_end: Bound, causal: bool) -> Result:
+        points = _points(q_first, q_end, found.k_first, k_end, t, s, step)
+        ends = [_marks(side, b, n, q.device) for side, n in zip(points, (t, step), strict=True)]
+        out, sums, *_ = flash_forward(
+            rows, keys, values, *ends, longest, s, 0.0, causal, False, scale=scale
+        )
+        return _bnth(out, sums, b)
+
+    if not found.is_causal:
+        out, sums = run(found.q_first, found.q_end, found.k_end, False)
+        return out, sums  # type: ignore[return-value]
+    # query i stands at key i: the last of both ranges have to be one, and no row before its keys
+    first = _both(torch.maximum, found.q_first, found.k_first)
+    last = found.q_end if found.alike else _both(torch.minimum, found.q_end, found.k_end)
+    if first is not None and last is not None:
+        first = torch.minimum(first, last)
+    near, near_sums = run(first, last, last, True)
+    if found.alike or found.k_end is None:
+        return near, near_sums  # type: ignore[return-value]
+    behind = _both(torch.maximum, found.q_first, found.k_end)
+    far, far_sums = run(behind, found.q_end, found.k_end, False)
+    # each row is 0 in one of the two, and its sum of no keys +inf
+    return near + far, torch.minimum(near_sums, far_sums)  # type: ignore[arg-type]
+
+
+def _both(choose: Any, a: Bound, b: Bound) -> Bound:
+    if a is None or b is None:
+        return b if a is None else a
+    return choose(a, b)  # type: ignore[no-any-return]
+
+
+def _points(
+    q_first: Bound, q_end: Bound, k_first: Bound, k_end: Bound, t: int, s: int, step: int
+) -> tuple[list[Point], list[Point]]:
+    """Return where the sequences of a batch entry end, of queries and of keys, in turn.
+
+    Queries before the range, keys before it, both ranges, queries behind, keys behind (or none).
+    """
+    if k_first is not None and k_end is not None:
+        k_end = torch.maximum(k_first, k_end)
+    if q_first is not None and q_end is not None:
+        q_end = torch.maximum(q_first, q_end)
+    start, stop = (0 if k_first is None else k_first), (s if k_end is None else k_end)
+    points: list[tuple[Point, Point]] = []
+    if q_first is not None:
+        points.append((q_first, 0))
+    if k_first is not None:
+        points.append((0 if q_first is None else q_first, start))
+    points.append((t if q_end is None else q_end, stop))
+    if q_end is not None:
+        points.append((t, stop))
+    if k_end is not None or step != s:
+        points.append((t, step))
+    return [q for q, _ in points], [k for _, k in points]
+
+
+def _rows(k: Tensor, v: Tensor, copies: bool) -> tuple[Tensor, Tensor, int]:
+    """Return keys and values as rows (., K, H), and how many rows after each other entries begin.
+
+    As they lie, where that can be said of both; else, and where gradients go through, in order.
+    """
+    step = 0 if copies else _step(k)
+    if not step or step != _step(v):
+        return k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), k.shape[2]
+    return _strided(k, step), _strided(v, step), step
+
+
+def _step(x: Tensor) -> int:
+    """Return how many rows after each other the entries of (B, K, S, H) begin; 0 where none say."""
+    batch, _, length, _ = x.shape
+    apart, _, row, _ = x.stride()
+    if length == 1 or row <= 0 or (batch > 1 and apart % row):
+        return 0
+    step = apart // row if batch > 1 else length
+    return step if step >= length and batch * step <= _MOST else 0
+
+
+def _strided(x: Tensor, step: int) -> Tensor:
+    batch, heads, length, size = x.shape
+    _, head, row, _ = x.stride()
+    return x.as_strided(((batch - 1) * step + length, heads, size), (row, head, 1))
+
+
+def _bnth(out: Tensor, sums: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    out, sums = out.unflatten(0, (batch, -1)), sums.unflatten(-1, (batch, -1))
+    return out.transpose(1, 2), sums.transpose(0, 1)
+
+
+def _marks(points: Sequence[Point], batch: int, step: int, device: torch.device) -> Tensor:
+    """Return where sequences begin and end: `points` of each entry, `step` rows apart, int32.
+
+    0 comes first: (1 + B * points,). Numbers alone are kept from call to call.
+    """
+    numbers = tuple(x for x in points if not isinstance(x, Tensor))
+    if len(numbers) < len(points):
+        first = _marks((0,), batch, step, device)[1:]  # where entries begin
+        return _joined([first + point for point in points])
+    shifting = torch.compiler.is_compiling() or dispatch_modes() or are_transforms_active()
+    if shifting or not may_be_kept(device):
+        return _made(numbers, batch, step, device)
+    key = (numbers, batch, step, device, stream_of(device))
+    found = _kept.get(key)
+    if found is None:
+        if len(_kept) >= _FEW:
+            _kept.clear()
+        with torch.inference_mode(False):  # it may serve a call that trains
+            found = _kept[key] = _made(numbers, batch, step, device)
+    return found
+
+
+_FEW = 256
+_kept: dict[Any, Tensor] = {}
+
+
+def _made(numbers: tuple[int, ...], batch: int, step: int, device: torch.device) -> Tensor:
+    first = torch.arange(batch, dtype=torch.int32, device=device) * step
+    return _joined([first + number for number in numbers])
+
+
+def _joined(columns: list[Tensor]) -> Tensor:
+    return torch.nn.functional.pad(torch.stack(columns, 1).flatten(), (1, 0))
