@@ -101,8 +101,8 @@ def arrays(layout: str, rows: int, kv_heads: int, spaced: bool) -> list[Tensor]:
     return drawn
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: str, **options: Any) -> Any:
-    call = admit(q, k, v, mask=mask, layout=layout, return_lse=True, **options)
+def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: str, lse: bool = True) -> Any:
+    call = admit(q, k, v, mask=mask, layout=layout, return_lse=lse)
     problem = call.problem.with_(device="cuda", arch="sm_90", dtype="bfloat16")
     can = registry["torch", "sdpa_flash"]
     assert can.capabilities_for("cuda").check(problem) == ()
@@ -148,6 +148,7 @@ def test_padding_is_what_it_is(
         given = [given[0], k, v]
     monkeypatch.setattr("polyattn.masks.fits._ends", lambda read: (0, 0))  # as on a device: unread
     out, lse = run(*given, mask, layout)
+    assert torch.equal(run(*given, mask, layout, lse=False), out)  # a way of its own, where read
     clean = [x.detach().nan_to_num(0).requires_grad_(trains) for x in given]
     exact, exact_lse = attention(
         *clean, mask=mask, layout=layout, return_lse=True, backend="reference"
@@ -175,6 +176,7 @@ def test_caches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None
     for layout in ("BTNH", "BNTH"):
         q, k, v = arrays(layout, 1, 2, True)
         run(q, k, v, MASKS["keys"], layout)
+        run(q, k, v, MASKS["keys"], layout, lse=False)
         run(q, k, v, MASKS["left and right"], layout)
         assert set(pointers) == {(k.data_ptr(), v.data_ptr())}
         pointers.clear()

@@ -23,10 +23,10 @@ from polyattn.torch.internals import (
     is_grad_enabled,
 )
 
-__all__ = ["short_way"]
+__all__ = ["FINE", "lies", "short_way"]
 
 Kernel = Callable[..., Any]
-_FINE = {torch.float32: 3, torch.float16: 7, torch.bfloat16: 7}
+FINE = {torch.float32: 3, torch.float16: 7, torch.bfloat16: 7}
 """The bits of a stride that are zero where rows begin at multiples of 16 bytes."""
 _FEW_ROWS = 32  # from which on the flash kernel is given the heads of a group as they are
 
@@ -36,12 +36,12 @@ def short_way(backend: str, problem: Problem, careful: Kernel) -> Kernel:
     if not _is_taken(backend, problem):
         return careful
     call = _CALLS[backend](problem)
-    turned, fine = problem.layout == "BTNH", _FINE[getattr(torch, problem.dtype)]
+    turned, fine = problem.layout == "BTNH", FINE[getattr(torch, problem.dtype)]
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
     ) -> Any:
-        if not (_lies(q, fine) and _lies(k, fine) and _lies(v, fine)) or is_exported():
+        if not (lies(q, fine) and lies(k, fine) and lies(v, fine)) or is_exported():
             return careful(q, k, v, mask, bias, sinks)
         if turned:
             return call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
@@ -61,7 +61,7 @@ def _is_taken(backend: str, p: Problem) -> bool:
     return p.mask is None or is_square_causal(p)
 
 
-def _lies(x: Tensor, fine: int) -> bool:
+def lies(x: Tensor, fine: int) -> bool:
     """Say whether rows of (B, ., ., H) begin at multiples of 16 bytes."""
     if type(x) not in _PLAIN:
         return False

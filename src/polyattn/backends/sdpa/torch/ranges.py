@@ -11,23 +11,24 @@ the last key; queries behind it see every key, in a second run that skips the fi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyattn.backends.sdpa.torch.cuda_ways import FINE, lies
 from polyattn.backends.sdpa.torch.operators import Call, Result
+from polyattn.backends.sdpa.torch.sequence_marks import Point, begins, marks
 from polyattn.masks import Causal, LeftPadding, Mask, Padding
 from polyattn.problem import Problem
-from polyattn.torch.internals import are_transforms_active, dispatch_modes, flash_forward
-from polyattn.torch.kit.masking import Dims, may_be_kept, stream_of, visible
+from polyattn.torch.internals import are_transforms_active, flash_forward, is_exported
+from polyattn.torch.kit.masking import Dims, visible
 
-__all__ = ["by_ranges", "hidden_rows"]
+__all__ = ["by_ranges", "short_reading"]
 
 _MOST = (1 << 31) - 1
 Bound = Tensor | None
-Point = Tensor | int
 
 
 class _Ranges(NamedTuple):
@@ -65,13 +66,54 @@ def by_ranges(problem: Problem) -> Call:
             out, sums = _in_sequences(q, k, v, found, scale, problem.grad or problem.compiled)
         if not lse:
             return out, None
-        empty = hidden_rows(mask, q, k).squeeze(-1)
+        empty = _hidden_rows(mask, q, k).squeeze(-1)
         return out, sums.masked_fill(empty, float("-inf"))
 
     return call
 
 
-def hidden_rows(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+def short_reading(problem: Problem, careful: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel of a padded cache that is read, and no more: what decoding asks for.
+
+    The same call as by the careful way, without all that it looks at; the host is what such calls
+    wait for.
+    """
+    if not _is_short(problem):
+        return careful
+    turned, scale = problem.layout == "BTNH", problem.scale
+    fine = FINE[getattr(torch, problem.dtype)]
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        ends = mask.kv_lengths if type(mask) is Padding else None
+        if type(ends) is not Tensor or not (lies(q, fine) and lies(k, fine) and lies(v, fine)):
+            return careful(q, k, v, mask, bias, sinks)
+        keys, values = (k.transpose(1, 2), v.transpose(1, 2)) if turned else (k, v)
+        step = _step(keys)
+        if not step or step != _step(values) or is_exported() or are_transforms_active():
+            return careful(q, k, v, mask, bias, sinks)
+        rows = q if turned else q.transpose(1, 2)
+        b, t, n, h = rows.shape
+        s = keys.shape[2]
+        ends = ends.clamp(0, s)
+        out = flash_forward(
+            rows.reshape(b * t, n, h), _strided(keys, step), _strided(values, step),
+            begins(b, t, q.device), begins(b, step, q.device), t, s, 0.0, False, False,
+            scale=scale, seqused_k=ends if ends.dtype is torch.int32 else ends.int(),
+        )[0].view(b, t, n, h)  # fmt: skip
+        return out if turned else out.transpose(1, 2)
+
+    return kernel
+
+
+def _is_short(p: Problem) -> bool:
+    mask = p.mask.structure if p.mask is not None else None
+    plain = not (p.grad or p.lse or p.compiled) and p.contiguous
+    return plain and mask is not None and mask.kind == "Padding" and mask.named["q"] is None
+
+
+def _hidden_rows(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     """Return which queries see no key, (B|1, N|1, T|1, 1) bool."""
     return visible(mask, Dims.of(q, k), q.device).empty
 
@@ -114,18 +156,17 @@ def _reading(
     """
     b, _, t, _ = q.shape
     keys, values, step = _rows(k, v, compiled)
-    begin = _marks((step,), b, step, k.device)
+    begin = begins(b, step, k.device)
     lengths = found.k_end
     if found.k_first is not None:
         end = k.shape[2] if lengths is None else lengths
         lengths = (end - found.k_first).clamp(min=0)
         begin = begin + torch.nn.functional.pad(found.k_first, (0, 1))
     assert lengths is not None  # a mask of ranges that bounds nothing is none
-    ends = _marks((t,), b, t, q.device)
-    rows = q.transpose(1, 2).flatten(0, 1)
+    rows = q.transpose(1, 2).reshape(b * t, *q.shape[1::2])
     out, sums, *_ = flash_forward(
-        rows, keys, values, ends, begin, t, k.shape[2], 0.0, False, False, scale=scale,
-        seqused_k=lengths.contiguous(),
+        rows, keys, values, begins(b, t, q.device), begin, t, k.shape[2], 0.0, False, False,
+        scale=scale, seqused_k=lengths.contiguous(),
     )  # fmt: skip
     return _bnth(out, sums, b)
 
@@ -142,7 +183,7 @@ def _in_sequences(
 
     def run(q_first: Bound, q_end: Bound, k_end: Bound, causal: bool) -> Result:
         points = _points(q_first, q_end, found.k_first, k_end, t, s, step)
-        ends = [_marks(side, b, n, q.device) for side, n in zip(points, (t, step), strict=True)]
+        ends = [marks(side, b, n, q.device) for side, n in zip(points, (t, step), strict=True)]
         out, sums, *_ = flash_forward(
             rows, keys, values, *ends, longest, s, 0.0, causal, False, scale=scale
         )
@@ -224,40 +265,5 @@ def _strided(x: Tensor, step: int) -> Tensor:
 
 
 def _bnth(out: Tensor, sums: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    out, sums = out.unflatten(0, (batch, -1)), sums.unflatten(-1, (batch, -1))
-    return out.transpose(1, 2), sums.transpose(0, 1)
-
-
-def _marks(points: Sequence[Point], batch: int, step: int, device: torch.device) -> Tensor:
-    """Return where sequences begin and end: `points` of each entry, `step` rows apart, int32.
-
-    0 comes first: (1 + B * points,). Numbers alone are kept from call to call.
-    """
-    numbers = tuple(x for x in points if not isinstance(x, Tensor))
-    if len(numbers) < len(points):
-        first = _marks((0,), batch, step, device)[1:]  # where entries begin
-        return _joined([first + point for point in points])
-    shifting = torch.compiler.is_compiling() or dispatch_modes() or are_transforms_active()
-    if shifting or not may_be_kept(device):
-        return _made(numbers, batch, step, device)
-    key = (numbers, batch, step, device, stream_of(device))
-    found = _kept.get(key)
-    if found is None:
-        if len(_kept) >= _FEW:
-            _kept.clear()
-        with torch.inference_mode(False):  # it may serve a call that trains
-            found = _kept[key] = _made(numbers, batch, step, device)
-    return found
-
-
-_FEW = 256
-_kept: dict[Any, Tensor] = {}
-
-
-def _made(numbers: tuple[int, ...], batch: int, step: int, device: torch.device) -> Tensor:
-    first = torch.arange(batch, dtype=torch.int32, device=device) * step
-    return _joined([first + number for number in numbers])
-
-
-def _joined(columns: list[Tensor]) -> Tensor:
-    return torch.nn.functional.pad(torch.stack(columns, 1).flatten(), (1, 0))
+    out = out.view(batch, -1, *out.shape[1:])
+    return out.transpose(1, 2), sums.view(sums.shape[0], batch, -1).transpose(0, 1)

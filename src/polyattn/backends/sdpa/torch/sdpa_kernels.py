@@ -18,7 +18,7 @@ from polyattn.backends.sdpa.torch.operators import (
     unfused,
     windowed,
 )
-from polyattn.backends.sdpa.torch.ranges import by_ranges
+from polyattn.backends.sdpa.torch.ranges import by_ranges, short_reading
 from polyattn.backends.sdpa.torch.short_training import trained_flash_cpu, trains_short
 from polyattn.backends.sdpa.torch.short_ways import (
     biased_flash_cpu,
@@ -89,7 +89,7 @@ def _flash_on_cuda(problem: Problem, config: Mapping[str, Any]) -> Callable[...,
         return lowered(op, problem, config)
     if mask is not None and is_of_ranges(mask.structure):
         op = Op(by_ranges(problem), grouped=True, folds=False, in_vectors=True, ranges=True)
-        return lowered(op, problem, config)
+        return short_reading(problem, lowered(op, problem, config))
     return _on_cuda("sdpa_flash", Op(flash_cuda, grouped=True, in_vectors=True), problem, config)
 
 
