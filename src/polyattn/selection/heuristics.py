@@ -41,6 +41,7 @@ EVIDENCE = (
     "record of such a machine (polyattn.selection.evidence.shipped), or a calibration of this one"
 )
 _H100 = "by `polyattn bench gpu --record` on an NVIDIA H100 80GB with torch 2.11 and cuDNN 9.19"
+_H200 = "by `polyattn bench gpu --record` on an NVIDIA H200 with torch 2.11 and cuDNN 9.19"
 _UNMEASURED_GPU = "no record of such a device"
 _OWN = frozenset({"sdpa_flash", "sdpa_math"})
 """What torch's own function may run on CPUs."""
@@ -187,8 +188,9 @@ ROWS: tuple[Row, ...] = (
         lambda p: p.device == "cuda" and _is_padded(p),
         ("sdpa_flash", "sdpa_cudnn", "flex", "sdpa_efficient", "sdpa_math"),
         "FlashAttention 2 reads no key that padding hides, where the others are handed a mask "
-        f"and copies without what it hides: half of 2048 keys 2 x torch's own call, {_H100}",
-        rests_on=_H100,
+        "and copies without what it hides: three times as fast as cuDNN where half of 2048 keys "
+        f"are hidden, eight times for one query on 32768, {_H200}",
+        rests_on=_H200,
     ),
     Row(
         "cuda, block-sparse masks",

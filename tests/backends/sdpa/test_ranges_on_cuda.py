@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polyattn import Causal, LeftPadding, Padding
 from polyattn.backends.sdpa.torch import load_flash, ranges
+from polyattn.backends.sdpa.torch.sequence_marks import Side, marks
 from polyattn.masks import Mask
 from polyattn.registry import registry
 from polyattn.torch import attention
@@ -191,3 +192,34 @@ def test_what_is_no_range_is_refused() -> None:
         problem = problem.with_(device="cuda", arch="sm_90", dtype="bfloat16")
         checked = backend.capabilities_for("cuda").check(problem)
         assert checked or list(backend.extra(problem)), str(mask)
+
+
+@pytest.mark.parametrize("rows", [7, 19])
+def test_no_sequence_ends_behind_the_last_key(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The kernel does not ask; a checker may run it on what the backend refuses."""
+    monkeypatch.setattr(ranges, "flash_forward", stand_in)
+    q, k, v = arrays("BNTH", rows, 4, False)
+    mask = MASKS["keys"] & Causal()
+    call = admit(q, k, v, mask=mask, layout="BNTH")
+    problem = call.problem.with_(device="cuda", arch="sm_90", dtype="bfloat16")
+    with pytest.raises(ValueError, match=f"T={rows}, S=16"):
+        load_flash()(problem, {})(q, k, v, call.mask)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_where_sequences_end_is_compiled(dynamic: bool) -> None:
+    def ends(first: Tensor, last: Tensor, q: Tensor) -> tuple[Tensor, ...]:
+        t = q.shape[1]
+        first, last = first.clamp(0, t), last.clamp(0, t)
+        sides = Side([first, last, last, t], t), Side([0, last, 5 * t], 5 * t)
+        return marks(sides, q.shape[0], q.device)
+
+    torch.compiler.reset()
+    compiled = torch.compile(ends, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for batch, length in ((6, 16), (3, 16), (3, 9)):
+        given = lengths(FIRSTS[:batch]), lengths(ENDS[:batch]), torch.zeros(batch, length)
+        for one, other in zip(compiled(*given), ends(*given), strict=True):
+            assert torch.equal(one, other)
+            assert one.dtype == torch.int32

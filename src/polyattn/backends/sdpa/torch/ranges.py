@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyattn.backends.sdpa.torch.cuda_ways import FINE, lies
 from polyattn.backends.sdpa.torch.operators import Call, Result
-from polyattn.backends.sdpa.torch.sequence_marks import Point, begins, marks
+from polyattn.backends.sdpa.torch.sequence_marks import Point, Side, begins, marks
 from polyattn.masks import Causal, LeftPadding, Mask, Padding
 from polyattn.problem import Problem
 from polyattn.torch.internals import are_transforms_active, flash_forward, is_exported
@@ -177,33 +177,38 @@ def _in_sequences(
     """Attend by sequences one behind the other: what sees each other, and what is beside."""
     b, _, t, _ = q.shape
     s = k.shape[2]
+    if found.is_causal and t != s:  # refused; sequences would end behind the last key
+        raise ValueError(f"got a causal mask with padding on T={t}, S={s}, expected equal lengths.")
     keys, values, step = _rows(k, v, copies)
     rows = q.transpose(1, 2).flatten(0, 1)
     longest = max(t, 2)  # of one query the kernel would make rows of the heads of a group
 
-    def run(q_first: Bound, q_end: Bound, k_end: Bound, causal: bool) -> Result:
+    def sides(q_first: Bound, q_end: Bound, k_end: Bound) -> list[Side]:
         points = _points(q_first, q_end, found.k_first, k_end, t, s, step)
-        ends = [marks(side, b, n, q.device) for side, n in zip(points, (t, step), strict=True)]
+        return [Side(side, n) for side, n in zip(points, (t, step), strict=True)]
+
+    def run(ends: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
         out, sums, *_ = flash_forward(
             rows, keys, values, *ends, longest, s, 0.0, causal, False, scale=scale
         )
         return _bnth(out, sums, b)
 
     if not found.is_causal:
-        out, sums = run(found.q_first, found.q_end, found.k_end, False)
-        return out, sums  # type: ignore[return-value]
+        return run(marks(sides(found.q_first, found.q_end, found.k_end), b, q.device), False)
     # query i stands at key i: the last of both ranges have to be one, and no row before its keys
     first = _both(torch.maximum, found.q_first, found.k_first)
     last = found.q_end if found.alike else _both(torch.minimum, found.q_end, found.k_end)
     if first is not None and last is not None:
         first = torch.minimum(first, last)
-    near, near_sums = run(first, last, last, True)
+    square = sides(first, last, last)
     if found.alike or found.k_end is None:
-        return near, near_sums  # type: ignore[return-value]
+        return run(marks(square, b, q.device), True)
     behind = _both(torch.maximum, found.q_first, found.k_end)
-    far, far_sums = run(behind, found.q_end, found.k_end, False)
+    rest = sides(behind, found.q_end, found.k_end)
+    ends = marks([*square, *rest], b, q.device)
+    (near, near_sums), (far, far_sums) = run(ends[:2], True), run(ends[2:], False)
     # each row is 0 in one of the two, and its sum of no keys +inf
-    return near + far, torch.minimum(near_sums, far_sums)  # type: ignore[arg-type]
+    return near + far, torch.minimum(near_sums, far_sums)
 
 
 def _both(choose: Any, a: Bound, b: Bound) -> Bound:
