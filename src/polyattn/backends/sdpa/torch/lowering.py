@@ -89,9 +89,7 @@ class _Attend:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Any) -> Result:
         dims, p = Dims.of(q, k), self.problem
         if self.op.ranges:
-            if p.lse and p.grad:  # a NaN in a row without keys comes into no gradient
-                q = torch.where(visible(mask, dims, q.device).empty, 0, q)
-            return self._run(q, k, v, mask, False)
+            return self._in_ranges(q, k, v, mask, dims)
         high = dims.kv_len
         view: Visible | None = None
         if self.op.windows:
@@ -129,6 +127,11 @@ class _Attend:
         else:
             out, lse = run(q, k, v)
         return (out, lse) if empty is None else zero_empty(out, lse, empty)
+
+    def _in_ranges(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dims: Dims) -> Result:
+        if self.problem.lse and self.problem.grad:  # a NaN in rows without keys: in no gradient
+            q = torch.where(visible(mask, dims, q.device).empty, 0, q)
+        return self._run(q, k, v, mask, False)
 
     def _additive(
         self, q: Tensor, dims: Dims, view: Visible | None, bias: Any, sinks: Any, high: int
