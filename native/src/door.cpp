@@ -21,8 +21,8 @@ struct DoorObject {
 };
 
 // Calls one of Door's ways in with `count` arguments.
-template <PyObject* (Door::*way)(Arguments), int count>
-PyObject* call(PyObject* self, Arguments arguments, Py_ssize_t given) {
+template <PyObject* (Door::*way)(Objects), int count>
+PyObject* call(PyObject* self, Objects arguments, Py_ssize_t given) {
   if (given != count) {
     return PyErr_Format(PyExc_TypeError, "got %zd arguments, expected %d", given, count);
   }
@@ -34,7 +34,7 @@ PyObject* forget(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-template <PyObject* (Door::*way)(Arguments), int count>
+template <PyObject* (Door::*way)(Objects), int count>
 PyCFunction method() {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<way, count>));
 }

@@ -27,7 +27,7 @@ class Door {
  public:
   explicit Door(PyObject* parts) : here_(parts), keys_(here_) {}
 
-  PyObject* attention(Arguments a) {
+  PyObject* attention(Objects a) {
     Found found;
     const Outcome outcome = find_attention(a, found);
     if (outcome != kYes) return left(outcome);
@@ -38,14 +38,14 @@ class Door {
     return PyObject_Vectorcall(found.run.ptr(), call, 6, nullptr);
   }
 
-  PyObject* sdpa(Arguments a) {
+  PyObject* sdpa(Objects a) {
     Found found;
     const Outcome outcome = find_sdpa(a, found);
     if (outcome != kYes) return left(outcome);
     return PyObject_Vectorcall(found.run.ptr(), a, 4, nullptr);
   }
 
-  PyObject* paged(Arguments a) {
+  PyObject* paged(Objects a) {
     Found found;
     const Outcome outcome = find_paged(a, found);
     if (outcome != kYes) return left(outcome);
@@ -53,7 +53,7 @@ class Door {
     return PyObject_Vectorcall(found.run.ptr(), call, 8, nullptr);
   }
 
-  PyObject* quantized(Arguments a) {
+  PyObject* quantized(Objects a) {
     Found found;
     const Outcome outcome = find_quantized(a, found);
     if (outcome != kYes) return left(outcome);
@@ -82,7 +82,7 @@ class Door {
  private:
   // query, key, value, mask, bias, scale, softcap, sinks, dropout_p, layout, return_lse,
   // deterministic, backend
-  Outcome find_attention(Arguments a, Found& found) {
+  Outcome find_attention(Objects a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
     if (around.is_nothing() && !around.recorders.is_valid() && is_plainest(a)) {
@@ -101,7 +101,7 @@ class Door {
   }
 
   // query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-  Outcome find_sdpa(Arguments a, Found& found) {
+  Outcome find_sdpa(Objects a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
     Shapes shapes(a, false);
@@ -114,7 +114,7 @@ class Door {
 
   // query, key_pages, value_pages, block_table, lengths, mask, scale, softcap, sinks, layout,
   // return_lse, backend
-  Outcome find_paged(Arguments a, Found& found) {
+  Outcome find_paged(Objects a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
     Shapes shapes(a, false);
@@ -137,7 +137,7 @@ class Door {
 
   // query, key_codes, value_codes, key_scales, value_scales, block_size, mask, bias, scale, softcap,
   // sinks, layout, return_lse, backend
-  Outcome find_quantized(Arguments a, Found& found) {
+  Outcome find_quantized(Objects a, Found& found) {
     Around around;
     if (const Outcome taken = here_.is_taken(a, around); taken != kYes) return taken;
     Shapes shapes(a, Keys::is_layout(a[11], "BTNH"));
@@ -172,13 +172,13 @@ class Door {
   }
 
   // Nothing but tensors and a layout: each option is what it is where it is not given.
-  static bool is_plainest(Arguments a) {
+  static bool is_plainest(Objects a) {
     return a[3] == Py_None && a[4] == Py_None && a[5] == Py_None && a[6] == Py_None && a[7] == Py_None &&
            a[11] == Py_None && a[12] == Py_None && a[10] == Py_False && PyFloat_CheckExact(a[8]) &&
            PyFloat_AS_DOUBLE(a[8]) == 0.0 && PyUnicode_CheckExact(a[9]);
   }
 
-  Outcome find_plain(Arguments a, Found& found) {
+  Outcome find_plain(Objects a, Found& found) {
     PyObject* const known = PyDict_GetItemWithError(here_[kPlain], a[9]);
     if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
     const nb::object held = nb::borrow(known);
@@ -204,7 +204,7 @@ class Door {
   }
 
   // Takes one of (check, run, operator, ...) if its check holds.
-  static Outcome choose(PyObject* entry, Arguments a, Found& found) {
+  static Outcome choose(PyObject* entry, Objects a, Found& found) {
     const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
     if (same != kYes) return same;
     found.is_operator = PyTuple_GET_ITEM(entry, 2) != Py_None;
@@ -213,7 +213,7 @@ class Door {
     return kYes;
   }
 
-  static Outcome check(PyObject* function, Arguments a, Found& found) {
+  static Outcome check(PyObject* function, Objects a, Found& found) {
     if (!PyCFunction_CheckExact(function) || PyCFunction_GET_FLAGS(function) != METH_VARARGS) {
       return truth(PyObject_Vectorcall(function, a, 3, nullptr));
     }
@@ -221,12 +221,12 @@ class Door {
     return truth(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function), found.tensors.ptr()));
   }
 
-  static bool pack(Arguments a, Found& found) {
+  static bool pack(Objects a, Found& found) {
     if (!found.tensors.is_valid()) found.tensors = nb::steal(PyTuple_Pack(3, a[0], a[1], a[2]));
     return found.tensors.is_valid();
   }
 
-  Outcome find(const Key& of, const Around& around, Arguments a, Shapes& shapes, Found& found) {
+  Outcome find(const Key& of, const Around& around, Objects a, Shapes& shapes, Found& found) {
     const Outcome determined = here_.asked(kDetermined);
     const nb::object switches = determined == kError ? nb::object() : here_.switches_key();
     PyObject* const environ = switches.is_valid() ? here_.environment() : nullptr;
@@ -269,7 +269,7 @@ class Door {
 
   // Tells the recorders what was chosen; `a`: the arguments of a call that a class has served, of
   // which the selection is to have the sizes.
-  Outcome noted(const nb::object& recorders, const Found& found, Arguments a, bool biased) {
+  Outcome noted(const nb::object& recorders, const Found& found, Objects a, bool biased) {
     nb::object selection = nb::steal(PyObject_GetAttr(found.plan.ptr(), names().selection));
     if (selection.is_valid() && a != nullptr) {
       selection = nb::steal(PyObject_CallFunctionObjArgs(here_[kResized], selection.ptr(), a[0], a[1], a[3],
@@ -290,7 +290,7 @@ class Door {
     return mixed % kRecent;
   }
 
-  static Outcome find_by_shapes(PyObject* by_shapes, Arguments a, Found& found) {
+  static Outcome find_by_shapes(PyObject* by_shapes, Objects a, Found& found) {
     if (!PyDict_Check(by_shapes)) return kNo;
     const nb::object shapes = nb::steal(PyTuple_New(3));
     if (!shapes.is_valid()) return kError;
@@ -312,7 +312,7 @@ class Door {
     return kNo;
   }
 
-  static Outcome find_by_class(PyObject* by_class, Arguments a, Shapes& shapes, Found& found) {
+  static Outcome find_by_class(PyObject* by_class, Objects a, Shapes& shapes, Found& found) {
     if (!PyDict_Check(by_class) || PyDict_GET_SIZE(by_class) == 0) return kNo;
     const nb::object key = shapes.class_key();
     if (!key.is_valid()) return kError;

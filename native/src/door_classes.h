@@ -15,7 +15,7 @@ namespace polyattn {
 class Shapes {
  public:
   // Of four dims, (B, T, N, H) where `rows_first`, or of torch's signature, which has others too.
-  Shapes(Arguments a, bool rows_first) : tensors_(a), row_(rows_first ? 1 : 2) {}
+  Shapes(Objects a, bool rows_first) : tensors_(a), row_(rows_first ? 1 : 2) {}
 
   // False: a Python error is set.
   bool read() {
@@ -87,7 +87,7 @@ class Shapes {
     return power;
   }
 
-  Arguments tensors_;
+  Objects tensors_;
   int row_;
   nb::object shape_[3];
 };

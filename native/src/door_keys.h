@@ -63,7 +63,7 @@ class Keys {
   }
 
   // ... of a bias or a mask, whose arrays may be as long as the keys.
-  nb::object added_by(Part function, PyObject* what, Arguments a, PyObject* layout) {
+  nb::object added_by(Part function, PyObject* what, Objects a, PyObject* layout) {
     if (what == Py_None) return none();
     return nb::steal(PyObject_CallFunctionObjArgs(here_[function], what, a[0], a[1], layout, nullptr));
   }
@@ -87,7 +87,7 @@ class Keys {
   }
 
   // What a choice rests on of a mask: its signature, or what its array has of the sizes.
-  nb::object mask_key(PyObject* mask, Arguments a, PyObject* layout, Shapes& shapes) {
+  nb::object mask_key(PyObject* mask, Objects a, PyObject* layout, Shapes& shapes) {
     if (mask == Py_None || mask == mask_.ptr()) return signature_of(mask);
     const bool dense = reinterpret_cast<PyObject*>(Py_TYPE(mask)) == here_[kDense];
     if (dense && (is_layout(layout, "BTNH") || is_layout(layout, "BNTH"))) {

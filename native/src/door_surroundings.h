@@ -71,7 +71,7 @@ inline const Names& names() {
   return made;
 }
 
-using Arguments = PyObject* const*;
+using Objects = PyObject* const*;
 
 // kError: a Python error is set.
 enum Outcome : int { kError = -1, kNo = 0, kYes = 1 };
@@ -128,7 +128,7 @@ class Surroundings {
   PyObject* operator[](Part part) const { return part_[part]; }
 
   // Whether these are tensors that the table may hold, in no checkpointed region; sets `around`.
-  Outcome is_taken(Arguments a, Around& around) const {
+  Outcome is_taken(Objects a, Around& around) const {
     for (int i = 0; i < 3; ++i) {
       PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(a[i]));
       if (type != part_[kTensor] && type != part_[kParameter]) return kNo;

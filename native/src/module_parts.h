@@ -16,6 +16,9 @@ void add_attention(nanobind::module_& m);
 // Adds forward_tensors, and what is asked of tensors.
 void add_tensors(nanobind::module_& m);
 
+// Adds TrainedCall.
+void add_trained_call(nanobind::module_& m);
+
 // Adds TraceLines, which the writing thread uses.
 void add_trace_lines(nanobind::module_& m);
 

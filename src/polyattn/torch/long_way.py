@@ -241,10 +241,13 @@ def runner(plan: Plan, call: Call) -> Callable[..., Any]:
         return lambda q, k, v, mask=None, bias=None, sinks=None: answer_empty(
             problem.layout, problem.lse, q, k, v, sinks, bias
         )
+    binds = getattr(kernel, "bound_to", None)  # a kernel of the extension
     if bound is None:
-        if not call.masked and _takes_three(kernel):
+        if not call.masked and (binds is not None or _takes_three(kernel)):
             return kernel  # type: ignore[no-any-return]  # no frame between the call and the kernel
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, None, bias, sinks)
+    if bound.is_static and binds is not None:
+        return binds(bound)  # type: ignore[no-any-return]
     if bound.is_static:
         return lambda q, k, v, mask=None, bias=None, sinks=None: kernel(q, k, v, bound, bias, sinks)
     bind = rebinder(problem)

@@ -17,6 +17,8 @@ from polyattn.native import module
 from polyattn.selection import scopes
 from polyattn.selection.registry import Available
 from polyattn.torch import attention
+from polyattn.torch.internals import dual_levels, is_lazy_copy, tracing_state
+from polyattn.torch.kit.plain_calls import ASKERS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -32,6 +34,17 @@ def made(heads: int = 4, rows: int = 11, dtype: Any = torch.float32) -> list[Ten
     torch.manual_seed(5)
     counts = (4, heads, heads)
     return [torch.randn(2, n, rows, 16).to(dtype).requires_grad_() for n in counts]
+
+
+@pytest.fixture(params=["extension", "python"])
+def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """By the class of the extension, and by the function that says what it does."""
+    if request.param == "python":
+        monkeypatch.delattr(module.load(), "TrainedCall")
+    scopes.invalidate()
+    yield request.param
+    monkeypatch.undo()
+    scopes.invalidate()
 
 
 def trained(inputs: list[Tensor], mask: Any, backend: str = "sdpa_flash") -> list[Tensor]:
@@ -62,7 +75,7 @@ def masks(rows: int) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("rows", [11, 40])
-def test_outputs_and_gradients(rows: int, heads: int, dtype: Any, mask: str) -> None:
+def test_outputs_and_gradients(rows: int, heads: int, dtype: Any, mask: str, way: str) -> None:
     inputs, given = made(heads, rows, dtype), masks(rows)[mask]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     tolerance = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
@@ -105,21 +118,100 @@ def test_what_is_masked_goes_the_careful_way_and_leaks_not(
         torch.testing.assert_close(got, want)
 
 
-def test_a_nan_that_few_keys_would_lose_stays(asked: list[bool]) -> None:
+def test_a_nan_that_few_keys_would_lose_stays(way: str) -> None:
     for mask in (None, Causal()):
         q, k, v = (x.detach() for x in made(rows=3))
         q[0, 0, 2] = float("nan")
         out, *_ = trained([x.requires_grad_() for x in (q, k, v)], mask)
-        assert out[0, 0, 2].isnan().all() and out[0, 0, 0].isfinite().all()
-    assert asked == [False, False]
+        assert out[0, 0, 2].isnan().all()
+        assert out[0, 0, 0].isfinite().all()
 
 
-def test_the_output_lies_as_torch_s_own_does() -> None:
+def test_the_output_lies_as_torch_s_own_does(way: str) -> None:
     inputs = [
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in made()
     ]
     own = torch.nn.functional.scaled_dot_product_attention(*inputs)
     assert attention(*inputs, backend="sdpa_flash", layout="BNTH").stride() == own.stride()
+
+
+def called(turned: bool = False, causal: bool = True, scale: float | None = None) -> Any:
+    """A call of the extension beside the kernel it was given, and what was asked of both."""
+    heard: list[tuple[str, Any]] = []
+    own = torch._C._nn.scaled_dot_product_attention
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, scale: Any = None) -> Any:
+        heard.append(("kernel", (tuple(q.shape), p, causal, scale)))
+        return own(q, k, v, None, p, causal, scale=scale), None
+
+    def careful(*arguments: Any) -> Any:
+        heard.append(("careful", arguments[3:]))
+        return "careful"
+
+    made = module.load().TrainedCall((
+        kernel, careful, short_training.EXCHANGE, (Tensor, torch.nn.Parameter), ASKERS,
+        tracing_state, dual_levels, is_lazy_copy, turned, causal, scale,
+    ))  # fmt: skip
+    return made, heard
+
+
+def test_a_call_of_the_extension_hands_on_what_it_is_given() -> None:
+    for turned, scale in ((False, None), (True, 0.5)):
+        run, heard = called(turned, True, scale)
+        q, k, v = (torch.randn(2, 3, 5, 8) for _ in range(3))
+        out = run(q, k, v)
+        shape = (2, 5, 3, 8) if turned else (2, 3, 5, 8)
+        assert heard == [("kernel", (shape, 0.0, True, scale))]
+        assert out.shape == q.shape
+        q[0, 0, 0, 0] = float("nan")
+        assert run(q, k, v, "mask", "bias") == "careful"
+        assert run.bound_to("own")(q, k, v, None, None, "sinks") == "careful"
+        assert heard[1:] == [
+            ("careful", ("mask", "bias", None)), ("careful", ("own", None, "sinks")),
+        ]  # fmt: skip
+    for wrong in ((), (q, k), (q, k, v, 1, 2, 3, 4)):
+        with pytest.raises(TypeError, match="expected q, k, v"):
+            run(*wrong)
+    with pytest.raises(TypeError, match="expected q, k, v"):
+        run(q, k, v, mask=None)
+    for parts in ((), ("too", "few"), tuple(range(11))):
+        with pytest.raises(ValueError, match="another version"):
+            module.load().TrainedCall(parts)
+
+
+class _Sub(Tensor):
+    pass
+
+
+def test_who_else_wants_to_know_of_a_call_is_heard() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return f(*args, **(kwargs or {}))
+
+    run, heard = called()
+    x = torch.randn(2, 3, 5, 8)
+    assert isinstance(run(x, x, torch.nn.Parameter(x)), Tensor)
+    del heard[:]
+    with Mode():
+        run(x, x, x)
+    with torch.autograd.forward_ad.dual_level():
+        run(x, x, x)
+    run(x, x, torch._lazy_clone(x))
+    run(x, x.as_subclass(_Sub), x)
+    torch.func.vmap(lambda y: run(y, y, y) and y)(torch.stack([x, x]))
+    torch.jit.trace(lambda y: run(y, y, y) and y, x, check_trace=False)
+    for strange in (x.double(), x[..., :0], x.to("meta")):
+        run(strange, strange, strange)
+    assert [name for name, _ in heard] == ["careful"] * 9
+
+
+def test_what_a_kernel_raises_comes_out() -> None:
+    run, _ = called()
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 7)
+    with pytest.raises(RuntimeError):
+        run(q, k, k)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

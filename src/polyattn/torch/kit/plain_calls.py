@@ -14,8 +14,10 @@ from polyattn.torch.internals import (
     tracing_state,
 )
 
-__all__ = ["is_plain_call"]
+__all__ = ["ASKERS", "is_plain_call"]
 
+ASKERS = are_transforms_active, dispatch_modes, may_be_traced_before_autograd
+"""What says whether somebody else wants to know of a call; tracers and forward mode beside."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 

@@ -1,0 +1,242 @@
+// The Python class polyattn._native.TrainedCall: a short call of torch's CPU kernel that trains, of q, k and v
+// alone or under a causal mask, and what is asked before of the call and of what its tensors hold. The
+// function in polyattn/backends/sdpa/torch/short_training.py says the same in Python, and is the definition.
+//
+// Whatever is not ordinary it hands to `careful`, and has called no kernel then.
+#include <nanobind/nanobind.h>
+#include <structmember.h>
+
+#include <cstddef>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "door_surroundings.h"
+#include "exchange.h"
+#include "module_parts.h"
+
+namespace polyattn {
+namespace {
+
+// What Python hands over, in this order.
+enum TrainedPart : int {
+  kKernel,    // torch's binding of its operator
+  kCareful,   // what takes every other call
+  kExchange,  // how a tensor's memory is read
+  kTypes,     // the two types of plain tensors
+  kAskers,    // functions without arguments that say whether somebody wants to know of the call
+  kTracing,   // ... and one that gives None where nobody traces
+  kLevels,    // the module that has the level of forward mode
+  kIsLazy,    // of a tensor: whether it is to be copied on write
+  kTurned,    // whether heads come behind rows
+  kCausal,
+  kScale,  // a number, or None
+  kTrainedParts
+};
+
+constexpr int kAtMost = 6;  // q, k, v, mask, bias, sinks
+
+struct Trained {
+  explicit Trained(PyObject* given, nb::object held)
+      : parts(nb::borrow(given)), mask(std::move(held)), tensors(nb::handle(part(kExchange))),
+        tracing(part(kTracing)), one(nb::steal(PyLong_FromLong(1))), two(nb::steal(PyLong_FromLong(2))),
+        zero(nb::steal(PyFloat_FromDouble(0.0))),
+        level(nb::steal(PyUnicode_InternFromString("_current_level"))),
+        transpose(nb::steal(PyUnicode_InternFromString("transpose"))),
+        scale_name(nb::steal(Py_BuildValue("(s)", "scale"))) {
+    PyObject* const functions = part(kAskers);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(functions) && asked < kMostAskers; ++i) {
+      askers[asked++] = Function(PyTuple_GET_ITEM(functions, i));
+    }
+  }
+
+  PyObject* part(TrainedPart place) const { return PyTuple_GET_ITEM(parts.ptr(), place); }
+
+  static constexpr int kMostAskers = 8;
+
+  nb::object parts;
+  nb::object mask;  // that every call is under; none: calls bring theirs
+  Exchange tensors;
+  Function askers[kMostAskers], tracing;
+  int asked = 0;
+  nb::object one, two, zero, level, transpose, scale_name;
+};
+
+struct TrainedObject {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Trained* trained;
+};
+
+Trained& of(PyObject* self) { return *reinterpret_cast<TrainedObject*>(self)->trained; }
+
+// Whether the tensors' own memory may be read; see polyattn.torch.kit.plain_calls.
+Outcome is_plain(const Trained& call, Objects a) {
+  PyObject* const types = call.part(kTypes);
+  for (int i = 0; i < 3; ++i) {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(a[i]));
+    if (type != PyTuple_GET_ITEM(types, 0) && type != PyTuple_GET_ITEM(types, 1)) return kNo;
+  }
+  for (int i = 0; i < call.asked; ++i) {
+    if (const Outcome watched = truth(call.askers[i]()); watched != kNo) {
+      return watched == kError ? kError : kNo;
+    }
+  }
+  const nb::object tracing = nb::steal(call.tracing());
+  if (!tracing.is_valid()) return kError;
+  if (!tracing.is_none()) return kNo;
+  const nb::object level = nb::steal(PyObject_GetAttr(call.part(kLevels), call.level.ptr()));
+  if (!level.is_valid()) return kError;
+  const long number = PyLong_AsLong(level.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) return kError;
+  if (number >= 0) return kNo;
+  for (int i = 0; i < 3; ++i) {
+    if (const Outcome lazy = truth(PyObject_CallOneArg(call.part(kIsLazy), a[i])); lazy != kNo) {
+      return lazy == kError ? kError : kNo;
+    }
+  }
+  return kYes;
+}
+
+Outcome is_ordinary(const Trained& call, Objects a) {
+  try {
+    for (int i = 0; i < 3; ++i) {
+      if (!call.tensors.is_ordinary(a[i])) return kNo;
+    }
+    return kYes;
+  } catch (nb::python_error& error) {  // what cannot be read is for the careful way
+    if (error.matches(PyExc_ValueError) || error.matches(PyExc_BufferError) ||
+        error.matches(PyExc_RuntimeError)) {
+      return kNo;
+    }
+    error.restore();
+    return kError;
+  } catch (const std::exception&) {
+    return kNo;
+  }
+}
+
+nb::object turned(const Trained& call, PyObject* x) {
+  PyObject* const given[] = {x, call.one.ptr(), call.two.ptr()};
+  return nb::steal(PyObject_VectorcallMethod(call.transpose.ptr(), given, 3, nullptr));
+}
+
+PyObject* run_kernel(const Trained& call, Objects a) {
+  const bool turns = call.part(kTurned) == Py_True;
+  nb::object heads_first[3];
+  PyObject* given[6] = {a[0], a[1], a[2], call.zero.ptr(), call.part(kCausal), call.part(kScale)};
+  for (int i = 0; turns && i < 3; ++i) {
+    heads_first[i] = turned(call, a[i]);
+    if (!heads_first[i].is_valid()) return nullptr;
+    given[i] = heads_first[i].ptr();
+  }
+  PyObject* const names = call.part(kScale) == Py_None ? nullptr : call.scale_name.ptr();
+  const nb::object several = nb::steal(PyObject_Vectorcall(call.part(kKernel), given, 5, names));
+  if (!several.is_valid()) return nullptr;
+  nb::object out = nb::steal(PySequence_GetItem(several.ptr(), 0));
+  return (turns && out.is_valid() ? turned(call, out.ptr()) : out).release().ptr();
+}
+
+PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keywords) {
+  const Trained& call = of(self);
+  const nb::object held = nb::borrow(self);  // what is called may empty the table that holds it
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (count < 3 || count > kAtMost || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0)) {
+    return PyErr_Format(PyExc_TypeError, "got %zd arguments, expected q, k, v, mask, bias, sinks", count);
+  }
+  PyObject* a[kAtMost] = {nullptr, nullptr, nullptr, Py_None, Py_None, Py_None};
+  for (Py_ssize_t i = 0; i < count; ++i) a[i] = arguments[i];
+  if (!call.mask.is_none()) a[3] = call.mask.ptr();
+  Outcome ordinary = is_plain(call, a);
+  if (ordinary == kYes) ordinary = is_ordinary(call, a);
+  if (ordinary == kError) return nullptr;
+  return ordinary == kYes ? run_kernel(call, a)
+                          : PyObject_Vectorcall(call.part(kCareful), a, kAtMost, nullptr);
+}
+
+PyObject* made(PyTypeObject* type, PyObject* parts, nb::object mask) {
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* const object = reinterpret_cast<TrainedObject*>(self);
+  object->call = run;
+  try {
+    object->trained = new Trained(parts, std::move(mask));
+    return self;
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  }
+  Py_DECREF(self);
+  return nullptr;
+}
+
+PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  PyObject* parts = nullptr;
+  static const char* const kKeywords[] = {"parts", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:TrainedCall", const_cast<char**>(kKeywords),
+                                   &PyTuple_Type, &parts)) {
+    return nullptr;
+  }
+  PyObject* const* const part = reinterpret_cast<PyTupleObject*>(parts)->ob_item;
+  if (PyTuple_GET_SIZE(parts) != kTrainedParts || !PyTuple_Check(part[kTypes]) ||
+      PyTuple_GET_SIZE(part[kTypes]) != 2 || !PyTuple_Check(part[kAskers]) ||
+      PyTuple_GET_SIZE(part[kAskers]) > Trained::kMostAskers) {
+    PyErr_SetString(PyExc_ValueError, "got parts of another version of polyattn");
+    return nullptr;
+  }
+  return made(type, parts, none());
+}
+
+// The same call, under a mask of the caller's, for `careful`.
+PyObject* bound_to(PyObject* self, PyObject* mask) {
+  return made(Py_TYPE(self), of(self).parts.ptr(), nb::borrow(mask));
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const Trained* const trained = reinterpret_cast<TrainedObject*>(self)->trained;
+  if (trained == nullptr) return 0;
+  Py_VISIT(trained->parts.ptr());
+  Py_VISIT(trained->mask.ptr());
+  return 0;
+}
+
+void destroy(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<TrainedObject*>(self)->trained;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+}  // namespace
+
+void add_trained_call(nb::module_& m) {
+  static PyMethodDef methods[] = {
+      {"bound_to", bound_to, METH_O, "The same call under this mask, whatever mask it is given."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(TrainedObject, call), READONLY, nullptr},
+      {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot slots[] = {
+      {Py_tp_doc, const_cast<char*>("A short call that trains; see "
+                                    "polyattn/backends/sdpa/torch/short_training.py.")},
+      {Py_tp_new, reinterpret_cast<void*>(create)},
+      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+      {Py_tp_members, members},
+      {Py_tp_methods, methods},
+      {0, nullptr}};
+  // No tp_clear: like a tuple it never changes, so a cycle has another place to be cut.
+  static PyType_Spec spec = {"polyattn._native.TrainedCall", sizeof(TrainedObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw nb::python_error();
+  m.attr("TrainedCall") = nb::steal(type);
+}
+
+}  // namespace polyattn
