@@ -83,7 +83,7 @@ class Mask(Examples):
     @property
     def is_static(self) -> bool:
         """Whether the tree carries no arrays, so that the lengths determine the mask."""
-        return all(leaf.static for leaf in self.leaves())
+        return self.static if not self.parts else all(leaf.static for leaf in self.leaves())
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -105,7 +105,10 @@ class Mask(Examples):
 
     def leaves(self) -> tuple[Mask, ...]:
         """All masks of the tree that are not And, Or or Not."""
-        return tuple(leaf for part in self.parts for leaf in part.leaves()) or (self,)
+        parts = self.parts
+        if not parts:
+            return (self,)
+        return tuple([leaf for part in parts for leaf in part.leaves()])
 
     @property
     def kinds(self) -> frozenset[str]:

@@ -22,7 +22,8 @@ def shape_of(payload: Any) -> tuple[int, ...]:
         return (len(payload), *(shape_of(payload[0]) if payload else ()))
     if isinstance(payload, int):  # a compiler that keeps it symbolic cannot look further
         return ()
-    return tuple(payload.shape) if hasattr(payload, "shape") else ()
+    shape = getattr(payload, "shape", None)
+    return () if shape is None else tuple(shape)
 
 
 def dtype_name(payload: Any) -> str:
@@ -41,7 +42,10 @@ def at(payload: Any, *index: Any) -> Any:
 
 def describe(payload: Any) -> str:
     """Return the shape as ``4x128``, or ``None``: what a signature shows of an array."""
-    return "None" if payload is None else "x".join(map(str, shape_of(payload)))
+    if payload is None:
+        return "None"
+    shape = shape_of(payload)
+    return str(shape[0]) if len(shape) == 1 else "x".join(map(str, shape))
 
 
 def same(a: Any, b: Any) -> bool:

@@ -147,16 +147,18 @@ def _bound(mask: Mask, lengths: Lengths | Problem, device: torch.device) -> Mask
 
 def _holds_lengths(mask: Mask, device: torch.device) -> bool:
     """Say whether all arrays of a mask are a few lengths, and there already: none is copied."""
-    return all(
-        leaf.static
-        or (
-            type(leaf) in (Padding, LeftPadding)
-            and all(
-                x is None or (isinstance(x, Tensor) and x.device == device) for x in leaf.arguments
-            )
-        )
-        for leaf in mask.leaves()
-    )
+    for leaf in mask.leaves():
+        if leaf.static:
+            continue
+        if type(leaf) not in (Padding, LeftPadding):
+            return False
+        if any(not (x is None or _is_on(x, device)) for x in leaf.arguments):
+            return False
+    return True
+
+
+def _is_on(x: Any, device: torch.device) -> bool:
+    return isinstance(x, Tensor) and x.device == device
 
 
 def autocast_to(dtype: str, device: str) -> torch.dtype | None:

@@ -245,7 +245,7 @@ def mask_key(mask: Any, q: Any, k: Any, layout: str) -> Any:
     if type(mask) is Dense and layout in LAYOUTS and type(mask.mask) is Tensor:
         return (Dense, *added_key(mask.mask, q, k, layout))
     parts = [mask_key(part, q, k, layout) for part in mask.parts]
-    if all(isinstance(part, str) for part in parts):
+    if not parts or all(isinstance(part, str) for part in parts):
         return mask.signature
     return (type(mask), *parts)
 

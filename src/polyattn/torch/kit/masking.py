@@ -123,7 +123,7 @@ def known(payload: Any) -> Tensor | None:
         return None
     if not isinstance(payload, Tensor):
         return torch.as_tensor(payload)
-    return payload if type(payload) is Tensor and payload.device.type == "cpu" else None
+    return payload if type(payload) is Tensor and payload.is_cpu else None
 
 
 def is_traced_by_proxies() -> bool:

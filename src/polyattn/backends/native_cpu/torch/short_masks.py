@@ -104,6 +104,6 @@ def _places(codes: Sequence[int]) -> list[int]:
 
 
 def _int64(x: Any) -> Tensor:
-    if type(x) is not Tensor or x.device.type != "cpu" or is_lazy_copy(x) or x.is_neg():
+    if type(x) is not Tensor or not x.is_cpu or is_lazy_copy(x) or x.is_neg():
         raise ValueError("lengths of another kind of array")
     return x if x.dtype is torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
