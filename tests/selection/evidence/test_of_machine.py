@@ -115,11 +115,11 @@ def test_the_reason_says_what_was_measured_where_that_does_not_decide(
     assert record is not None
     figures = dict(record.figures) | {("bfloat16", "decode"): Figure(0.9, 1.1, 1.3, "a test")}
     monkeypatch.setattr(shipped, "shipped", lambda: (replace(record, figures=figures),))
-    measured = "1.1 x torch's kernel on decoding bfloat16 problems (0.9 - 1.3), by"
+    measured = "1.1 x torch's kernel on decoding bfloat16 problems (0.9 - 1.3), a test"
     decoding = ONE_HEAD_EACH.with_(dtype="bfloat16")
     found = on("sapphirerapids", decoding)
     assert found.backend == "sdpa_flash"
-    assert found.reason.startswith(f"torch's own kernel; native_cpu: {measured} a test")
+    assert found.reason.startswith(f"torch's own kernel; native_cpu: {measured}")
     padded = on("sapphirerapids", decoding.with_(mask=PADDED))
     made = "torch's kernel would be given the mask as an array, made in each call"
     assert padded.backend == "native_cpu"
