@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 pytest.importorskip("jax")
 
 from polyattn.selection.registry import Missing, registry
+from tests.jax.several_devices import seeing
 
 BEGIN = """
 import sys
@@ -127,7 +127,7 @@ near([jax.jit(call)(q, table, lengths)], [paged_attention(q, pages, pages, table
 def run(program: str, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + program, *arguments],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        env=seeing(4),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

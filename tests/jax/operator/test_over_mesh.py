@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ pytest.importorskip("jax")
 
 from polyattn.native import module
 from polyattn.selection.registry import Available
+from tests.jax.several_devices import seeing
 
 PROGRAM = """
 import itertools
@@ -90,7 +90,7 @@ def test_one_result_whatever_the_number_of_devices(name: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=seeing(8),
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 
@@ -154,11 +154,7 @@ print("right")
 @pytest.mark.slow
 def test_key_heads_go_where_they_are_read_whatever_axes_are_named() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HEADS],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        [sys.executable, "-c", HEADS], capture_output=True, text=True, check=False, env=seeing(8)
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 
@@ -257,11 +253,7 @@ print("right")
 @pytest.mark.slow
 def test_what_lies_as_the_metadata_says_is_gathered_by_nobody() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SPREAD],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        [sys.executable, "-c", SPREAD], capture_output=True, text=True, check=False, env=seeing(8)
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 
@@ -314,7 +306,7 @@ def test_arrays_over_an_explicit_mesh_stay_where_they_are() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=seeing(8),
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 
@@ -355,11 +347,7 @@ print("right")
 @pytest.mark.slow
 def test_pages_lie_with_the_heads_that_read_them() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PAGED],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        [sys.executable, "-c", PAGED], capture_output=True, text=True, check=False, env=seeing(8)
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 
@@ -394,10 +382,6 @@ print("right")
 
 def test_lists_of_a_mask_are_spread_with_the_batch() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LISTS],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        [sys.executable, "-c", LISTS], capture_output=True, text=True, check=False, env=seeing(4)
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]

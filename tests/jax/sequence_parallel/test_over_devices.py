@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ pytest.importorskip("jax")
 
 from polyattn import InvalidProblem
 from polyattn.jax.sequence_parallel.zigzag import zigzag_order
+from tests.jax.several_devices import seeing
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -132,7 +132,7 @@ def test_one_result_whatever_the_number_of_devices(names: tuple[str, ...]) -> No
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=seeing(8),
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 

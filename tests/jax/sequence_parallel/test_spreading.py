@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ jnp = jax.numpy
 from polyattn import InvalidProblem, Problem, UnknownBackend, Unsupported
 from polyattn.jax import attention, explain, spread_sequence
 from polyattn.jax.kit.spread_sequence import SpreadSequence
+from tests.jax.several_devices import seeing
 
 SETUP = """
 import jax, jax.numpy as jnp, numpy as np
@@ -155,7 +155,7 @@ def test_over_eight_devices(program: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=seeing(8),
     )
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 
