@@ -264,7 +264,7 @@ def test_a_mask_function_reads_the_padding_once() -> None:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if func in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist):
+            if func.__name__ in ("__bool__", "item", "tolist", "numpy"):
                 next(reads)
             return func(*args, **(kwargs or {}))
 

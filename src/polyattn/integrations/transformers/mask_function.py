@@ -19,6 +19,7 @@ from polyattn.integrations.transformers.padding import is_readable, keys_of, pad
 from polyattn.integrations.transformers.reading import read
 from polyattn.integrations.transformers.traced_masks import traced_mask
 from polyattn.masks import Full, Mask, Padding
+from polyattn.masks.simplify import simplify
 
 __all__ = ["polyattn_mask"]
 
@@ -118,7 +119,13 @@ def _mask(
     found = read(function, frame, attention_mask is not None and _begins_late(told, kv_offset))
     if found is None and factory_of(function) in (None, "and", "or"):
         found = band(function, frame, use_vmap)
-    return (None, keys) if found is None else (found & told, frame.keys)
+    if found is None:
+        return None, keys
+    whole = found & told
+    if queries == 1:  # which sees all that a causal mask leaves it: each layer would find that out
+        simple = simplify(whole, queries, frame.keys)
+        whole = Full() if simple is None else simple
+    return whole, frame.keys
 
 
 def _begins_late(told: Mask, kv_offset: int) -> bool:

@@ -40,13 +40,34 @@ def is_readable(tensor: Tensor) -> bool:
 
 def bounds_of(real: Tensor) -> Bounds | None:
     """Read, once, where the real tokens of (B, S) are; None if they are not together."""
-    counts, ahead = real.sum(-1), real.int().argmax(-1)
-    behind = real.flip(-1).int().argmax(-1)
-    some = counts > 0
-    starts, ends = ahead * some, (real.shape[1] - behind) * some
-    if bool((ends - starts != counts).any()):
-        return None
-    return Bounds(starts, ends)  # int64, as kernels read them
+    found = _bounds_in(real)
+    return None if found is None else Bounds(*(_on(x, real.device) for x in found))
+
+
+def _bounds_in(real: Tensor) -> tuple[list[int], list[int]] | None:
+    """Return the same as numbers, in few calls: it is asked for each token.
+
+    A row's bytes without the zeros at both ends are what is real; no zero may be between.
+    """
+    batch, length = real.shape
+    if length == 0:
+        return [0] * batch, [0] * batch
+    data = real.cpu().numpy().tobytes()
+    starts, ends = [], []
+    for at in range(0, batch * length, length):
+        behind = data[at : at + length].lstrip(b"\0")
+        inside = behind.rstrip(b"\0")
+        if b"\0" in inside:
+            return None
+        start = length - len(behind) if inside else 0
+        starts.append(start)
+        ends.append(start + len(inside))
+    return starts, ends
+
+
+def _on(lengths: list[int], device: torch.device) -> Tensor:
+    """Return lengths as int64, as kernels read them."""
+    return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
 def padding_mask(real: Tensor) -> Mask:
@@ -62,14 +83,13 @@ def padding_mask(real: Tensor) -> Mask:
     """
     if not is_readable(real):
         return Dense(real[:, None, None, :])
-    if real.all():
-        return Full()
-    bounds = bounds_of(real)
-    if bounds is None:
+    found = _bounds_in(real)
+    if found is None:
         return Dense(real[:, None, None, :])
+    starts, ends = found
     mask: Mask = Full()
-    if bool((bounds.starts > 0).any()):
-        mask = LeftPadding(kv_starts=bounds.starts)
-    if bool((bounds.ends < real.shape[1]).any()):
-        mask = mask & Padding(kv_lengths=bounds.ends)
+    if any(starts):
+        mask = LeftPadding(kv_starts=_on(starts, real.device))
+    if any(end < real.shape[1] for end in ends):
+        mask = mask & Padding(kv_lengths=_on(ends, real.device))
     return mask
