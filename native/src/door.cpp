@@ -11,13 +11,14 @@
 
 #include "door.h"
 #include "door_calls.h"
+#include "owning_object.h"
 
 namespace polyattn {
 namespace {
 
 struct DoorObject {
   PyObject_HEAD
-  Door* door;
+  Door* owned;
 };
 
 // Calls one of Door's ways in with `count` arguments.
@@ -26,11 +27,11 @@ PyObject* call(PyObject* self, Objects arguments, Py_ssize_t given) {
   if (given != count) {
     return PyErr_Format(PyExc_TypeError, "got %zd arguments, expected %d", given, count);
   }
-  return (reinterpret_cast<DoorObject*>(self)->door->*way)(arguments);
+  return (reinterpret_cast<DoorObject*>(self)->owned->*way)(arguments);
 }
 
 PyObject* forget(PyObject* self, PyObject*) {
-  reinterpret_cast<DoorObject*>(self)->door->forget();
+  reinterpret_cast<DoorObject*>(self)->owned->forget();
   Py_RETURN_NONE;
 }
 
@@ -81,24 +82,10 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
   PyObject* const self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
   Door* const door = new (std::nothrow) Door(parts);
-  reinterpret_cast<DoorObject*>(self)->door = door;
+  reinterpret_cast<DoorObject*>(self)->owned = door;
   if (door != nullptr) return self;
   Py_DECREF(self);
   return PyErr_NoMemory();
-}
-
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Door* const door = reinterpret_cast<DoorObject*>(self)->door;
-  return door == nullptr ? 0 : door->traverse(visit, arg);
-}
-
-void destroy(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<DoorObject*>(self)->door;
-  type->tp_free(self);
-  Py_DECREF(type);
 }
 
 }  // namespace
@@ -116,11 +103,10 @@ void add_door(nb::module_& m) {
   static PyType_Slot slots[] = {
       {Py_tp_doc, const_cast<char*>("The short way of a call; see polyattn/torch/short_way.py.")},
       {Py_tp_new, reinterpret_cast<void*>(create)},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_owned<DoorObject>)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(destroy_owned<DoorObject>)},
       {Py_tp_methods, methods},
       {0, nullptr}};
-  // No tp_clear: like a tuple it never changes, so a cycle has another place to be cut.
   static PyType_Spec spec = {"polyattn._native.Door", sizeof(DoorObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
   PyObject* const type = PyType_FromSpec(&spec);

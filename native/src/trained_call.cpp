@@ -14,6 +14,7 @@
 #include "door_surroundings.h"
 #include "exchange.h"
 #include "module_parts.h"
+#include "owning_object.h"
 
 namespace polyattn {
 namespace {
@@ -52,6 +53,12 @@ struct Trained {
 
   PyObject* part(TrainedPart place) const { return PyTuple_GET_ITEM(parts.ptr(), place); }
 
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(parts.ptr());
+    Py_VISIT(mask.ptr());
+    return 0;
+  }
+
   static constexpr int kMostAskers = 8;
 
   nb::object parts;
@@ -65,10 +72,10 @@ struct Trained {
 struct TrainedObject {
   PyObject_HEAD
   vectorcallfunc call;
-  Trained* trained;
+  Trained* owned;
 };
 
-Trained& of(PyObject* self) { return *reinterpret_cast<TrainedObject*>(self)->trained; }
+Trained& of(PyObject* self) { return *reinterpret_cast<TrainedObject*>(self)->owned; }
 
 // Whether the tensors' own memory may be read; see polyattn.torch.kit.plain_calls.
 Outcome is_plain(const Trained& call, Objects a) {
@@ -160,7 +167,7 @@ PyObject* made(PyTypeObject* type, PyObject* parts, nb::object mask) {
   auto* const object = reinterpret_cast<TrainedObject*>(self);
   object->call = run;
   try {
-    object->trained = new Trained(parts, std::move(mask));
+    object->owned = new Trained(parts, std::move(mask));
     return self;
   } catch (nb::python_error& error) {
     error.restore();
@@ -195,23 +202,6 @@ PyObject* bound_to(PyObject* self, PyObject* mask) {
   return made(Py_TYPE(self), of(self).parts.ptr(), nb::borrow(mask));
 }
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  const Trained* const trained = reinterpret_cast<TrainedObject*>(self)->trained;
-  if (trained == nullptr) return 0;
-  Py_VISIT(trained->parts.ptr());
-  Py_VISIT(trained->mask.ptr());
-  return 0;
-}
-
-void destroy(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<TrainedObject*>(self)->trained;
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
 }  // namespace
 
 void add_trained_call(nb::module_& m) {
@@ -226,12 +216,11 @@ void add_trained_call(nb::module_& m) {
                                     "polyattn/backends/sdpa/torch/short_training.py.")},
       {Py_tp_new, reinterpret_cast<void*>(create)},
       {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_owned<TrainedObject>)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(destroy_owned<TrainedObject>)},
       {Py_tp_members, members},
       {Py_tp_methods, methods},
       {0, nullptr}};
-  // No tp_clear: like a tuple it never changes, so a cycle has another place to be cut.
   static PyType_Spec spec = {"polyattn._native.TrainedCall", sizeof(TrainedObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
   PyObject* const type = PyType_FromSpec(&spec);

@@ -158,6 +158,9 @@ def test_what_the_lengths_show() -> None:
     assert simplify(Chunked(8) & Causal("top_left"), 4, 9) == Chunked(8) & Causal("top_left")
     assert simplify(FirstKeys(4), 1, 4) is None and simplify(FirstKeys(0), 1, 4) == ~Full()
     assert simplify(Dilated(1), 3, 4) is None
+    assert simplify(Padding(), 3, 4) is None is simplify(LeftPadding() & Padding(), 3, 4)
+    assert simplify(Causal() & ~Padding(), 3, 4) == ~Full()
+    assert simplify(Padding([1]), 3, 4) == Padding([1])
     assert key_range(Chunked(512) & Causal(), 1, 4096) == (3584, 4096)
     assert key_range(FirstKeys(4), 9, 9) == (0, 4)
     assert key_range(~FirstKeys(4), 9, 9) == (0, 9)

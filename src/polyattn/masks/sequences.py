@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from polyattn.errors import InvalidProblem
-from polyattn.masks.base import Mask
+from polyattn.masks.base import Full, Mask
 from polyattn.masks.fits import fits, misfit
 from polyattn.masks.index import Align, Index
 from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
@@ -57,6 +57,9 @@ class Padding(Mask):
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return Padding(change("q_lengths", self.q_lengths), change("kv_lengths", self.kv_lengths))
+
+    def simplified(self, q_len: int, kv_len: int, offset: int) -> Mask:
+        return Full() if self.q_lengths is None and self.kv_lengths is None else self
 
     def check(self, call: Call) -> None:
         fits(self, self.q_lengths, call, call.q_len)
@@ -133,6 +136,9 @@ class LeftPadding(Mask):
 
     def map(self, change: Callable[[str, Any], Any]) -> Mask:
         return LeftPadding(change("q_starts", self.q_starts), change("kv_starts", self.kv_starts))
+
+    def simplified(self, q_len: int, kv_len: int, offset: int) -> Mask:
+        return Full() if self.q_starts is None and self.kv_starts is None else self
 
     def check(self, call: Call) -> None:
         fits(self, self.q_starts, call, call.q_len, "start")

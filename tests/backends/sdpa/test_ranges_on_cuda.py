@@ -92,13 +92,11 @@ def arrays(layout: str, rows: int, kv_heads: int, spaced: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
     drawn = []
     for length, heads in ((rows, 4), (16, kv_heads), (16, kv_heads)):
-        shape = (6, length, heads, 16) if layout == "BTNH" else (6, heads, length, 16)
-        if spaced:  # a cache with room for more than is asked about
-            room = (6, length + 5, *shape[2:]) if layout == "BTNH" else (6, heads, length + 5, 16)
-            drawn.append(torch.randn(room, generator=generator).narrow(
-                1 if layout == "BTNH" else 2, 0, length))  # fmt: skip
+        room = length + 5 if spaced else length  # a cache has room for more than is asked about
+        if layout == "BTNH":
+            drawn.append(torch.randn(6, room, heads, 16, generator=generator)[:, :length])
         else:
-            drawn.append(torch.randn(shape, generator=generator))
+            drawn.append(torch.randn(6, heads, room, 16, generator=generator)[:, :, :length])
     return drawn
 
 
@@ -111,14 +109,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: str, lse: bool = Tr
     return load_flash()(problem, {})(q, k, v, call.mask)
 
 
-def hidden(mask: Mask, rows: int, layout: str) -> tuple[Tensor, Tensor]:
+def hidden(mask: Mask, rows: int, layout: str) -> list[Tensor]:
     """Return which queries and keys are in no pair, to be broadcast to arrays of the layout."""
     from polyattn.torch.kit.masking import Dims, visible
 
     seen = visible(mask, Dims(6, 4, 1, rows, 16), torch.device("cpu")).mask
     seen = seen.expand(6, 1, rows, 16)[:, 0]
     sides = ~seen.any(-1), ~seen.any(-2)
-    return tuple(x[:, :, None, None] if layout == "BTNH" else x[:, None, :, None] for x in sides)  # type: ignore[return-value]
+    return [x[:, :, None, None] if layout == "BTNH" else x[:, None, :, None] for x in sides]
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -135,8 +133,6 @@ def test_padding_is_what_it_is(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(ranges, "flash_forward", stand_in)
     mask = MASKS[name] & Causal() if causal else MASKS[name]
-    if rows < 16 and any(x is not None for leaf in mask.leaves() for x in leaf.arguments[:1]):
-        pytest.skip("lengths of queries are drawn for 16 of them")
     q, k, v = arrays(layout, rows, kv_heads, spaced)
     no_rows, no_keys = hidden(mask, rows, layout)
     given = [
@@ -186,8 +182,8 @@ def test_caches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_no_range_is_refused() -> None:
     q, k, v = arrays("BNTH", 7, 4, False)
     backend = registry["torch", "sdpa_flash"]
-    for mask in (~Padding(kv_lengths=lengths(ENDS)), MASKS["keys"] & Causal(),
-                 MASKS["keys"] | MASKS["left"]):  # fmt: skip
+    keys = MASKS["keys"]
+    for mask in (~keys, keys & Causal(), keys | MASKS["left"]):
         problem = admit(q, k, v, mask=mask, layout="BNTH").problem
         problem = problem.with_(device="cuda", arch="sm_90", dtype="bfloat16")
         checked = backend.capabilities_for("cuda").check(problem)
@@ -195,9 +191,7 @@ def test_what_is_no_range_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 19])
-def test_no_sequence_ends_behind_the_last_key(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_no_sequence_ends_behind_the_last_key(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does not ask; a checker may run it on what the backend refuses."""
     monkeypatch.setattr(ranges, "flash_forward", stand_in)
     q, k, v = arrays("BNTH", rows, 4, False)
@@ -223,3 +217,29 @@ def test_where_sequences_end_is_compiled(dynamic: bool) -> None:
         for one, other in zip(compiled(*given), ends(*given), strict=True):
             assert torch.equal(one, other)
             assert one.dtype == torch.int32
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int64], ids=str)
+@pytest.mark.parametrize("lse", [False, True])
+def test_lengths_of_any_integers(lse: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more keys than some of them can count."""
+    monkeypatch.setattr(ranges, "flash_forward", stand_in)
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 300, 16), torch.randn(2, 4, 300, 16)
+    ends = lengths([100, 3], dtype)
+    for mask in (Padding(kv_lengths=ends), LeftPadding(kv_starts=ends)):
+        found = run(q, k, v, mask, "BNTH", lse)
+        exact = attention(q, k, v, mask=mask, layout="BNTH", backend="reference")
+        assert torch.allclose(found[0] if lse else found, exact, atol=1e-5)
+
+
+def test_more_sequences_or_rows_than_the_kernel_counts_are_refused() -> None:
+    backend = registry["torch", "sdpa_flash"]
+    q, k, v = arrays("BNTH", 16, 4, False)
+    problem = admit(q, k, v, mask=MASKS["keys"], layout="BNTH").problem
+    problem = problem.with_(device="cuda", arch="sm_90", dtype="bfloat16")
+    for changes, fits in (
+        ({"batch": 8192}, True), ({"batch": 8193}, False),
+        ({"batch": 4096, "kv_len": 1 << 18}, True), ({"batch": 4096, "kv_len": 1 << 19}, False),
+        ({"batch": 4096, "q_len": (1 << 18) + 1}, False),
+    ):  # fmt: skip
+        assert (not list(backend.extra(problem.with_(**changes)))) is fits, changes

@@ -79,6 +79,12 @@ def _flash_extra(p: Problem) -> Iterator[Reason]:
         yield Reason("head dim", f"{p.head_dim} in training on {p.arch}", "at most 192")
 
 
+_MOST_BATCH = 8192
+"""Of each batch entry up to five sequences are made, and the grid has 65535 of them."""
+_MOST_ROWS = 1 << 30
+"""Where sequences begin are numbers of 32 bits; half of them, since classes are rounded up."""
+
+
 def _flash_ranges(p: Problem) -> Iterator[Reason]:
     assert p.mask is not None
     if not is_of_ranges(p.mask.structure):
@@ -87,6 +93,12 @@ def _flash_ranges(p: Problem) -> Iterator[Reason]:
         yield Reason("mask", f"{p.mask} with T={p.q_len}, S={p.kv_len}", "equal lengths")
     if p.dropout_p > 0:
         yield Reason("dropout", f"{p.dropout_p} under {p.mask}", "none with padding")
+    batch, rows, keys = p.class_sizes  # what holds for one of a class has to hold for all
+    if batch > _MOST_BATCH:
+        yield Reason("grid", f"batch {p.batch} under {p.mask}", f"at most {_MOST_BATCH}")
+    if batch * max(rows, keys) > _MOST_ROWS:
+        got = f"batch {p.batch} with T={p.q_len}, S={p.kv_len} under {p.mask}"
+        yield Reason("length", got, f"at most {_MOST_ROWS} rows of all sequences")
 
 
 def _scales_infinities(p: Problem) -> Iterator[Reason]:

@@ -185,6 +185,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_for_cpu",
     "flash_binding",
+    "flash_forward",
     "flash_operator_for_cpu",
     "forget_frame",
     "forget_jit_builtin",
@@ -244,7 +245,6 @@ __all__ = [
     "transforms",
     "unwrapped",
     "version_of",
-    "flash_forward",
     "without_overrides",
     "wrapper_tensor",
 ]

@@ -19,6 +19,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_for_cpu",
     "flash_binding",
+    "flash_forward",
     "flash_operator_for_cpu",
     "is_allowed",
     "math_attention",
@@ -26,7 +27,6 @@ __all__ = [
     "present_operator",
     "replace_operator",
     "torch_sdpa",
-    "flash_forward",
 ]
 
 OPERATORS_MODULE = "torch._C._nn"

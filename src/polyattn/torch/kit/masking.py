@@ -181,9 +181,10 @@ def _dense(mask: Mask, dims: Dims, coordinates: _Coordinates) -> Tensor:
         return mask.combined([_dense(part, dims, coordinates) for part in mask.parts])
     if isinstance(mask, Dense):  # as it is: gathering it entry by entry would be a copy
         return four_dims(mask.mask)
-    if type(mask) is Padding and mask.q_lengths is None and not coordinates.is_packed:
-        lengths = mask.kv_lengths.view(-1, 1, 1, 1)
-        return torch.arange(dims.kv_len, device=lengths.device) < lengths
+    if type(mask) is Padding and not coordinates.is_packed:
+        rows, keys = mask.arguments
+        if rows is None and keys is not None:
+            return torch.arange(dims.kv_len, device=keys.device) < keys.view(-1, 1, 1, 1)
     if type(mask) is BlockMap:
         return _of_blocks(mask, dims)
     return four_dims(expand_blocks(mask, dims.kv_len).allows(coordinates.get()))

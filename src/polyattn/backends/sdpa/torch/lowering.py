@@ -130,7 +130,7 @@ class _Attend:
 
     def _in_ranges(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dims: Dims) -> Result:
         if self.problem.lse and self.problem.grad:  # a NaN in rows without keys: in no gradient
-            q = torch.where(visible(mask, dims, q.device).empty, 0, q)
+            q = q.masked_fill(visible(mask, dims, q.device).empty, 0)
         return self._run(q, k, v, mask, False)
 
     def _additive(

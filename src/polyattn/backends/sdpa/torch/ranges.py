@@ -28,6 +28,7 @@ from polyattn.torch.kit.masking import Dims, visible
 __all__ = ["by_ranges", "short_reading"]
 
 _MOST = (1 << 31) - 1
+_WIDE = (torch.int32, torch.int64)
 Bound = Tensor | None
 
 
@@ -96,12 +97,12 @@ def short_reading(problem: Problem, careful: Callable[..., Any]) -> Callable[...
         rows = q if turned else q.transpose(1, 2)
         b, t, n, h = rows.shape
         s = keys.shape[2]
-        ends = ends.clamp(0, s)
+        marks_q, marks_k = begins(b, t, q.device), begins(b, step, q.device)
+        arrays = rows.reshape(b * t, n, h), _strided(keys, step), _strided(values, step)
+        numbers = t, s, 0.0, False, False
         out = flash_forward(
-            rows.reshape(b * t, n, h), _strided(keys, step), _strided(values, step),
-            begins(b, t, q.device), begins(b, step, q.device), t, s, 0.0, False, False,
-            scale=scale, seqused_k=ends if ends.dtype is torch.int32 else ends.int(),
-        )[0].view(b, t, n, h)  # fmt: skip
+            *arrays, marks_q, marks_k, *numbers, scale=scale, seqused_k=_within(ends, s)
+        )[0].view(b, t, n, h)
         return out if turned else out.transpose(1, 2)
 
     return kernel
@@ -132,18 +133,21 @@ def _ranges_of(mask: Mask, q_len: int, k_len: int) -> _Ranges:
     )
 
 
-def _within(bounds: Sequence[Bound], most: int) -> list[Tensor]:
-    """Return those that are there, of 0 to `most`: on a device nobody has read them."""
-    return [x.clamp(0, most).to(torch.int32) for x in bounds if x is not None]
+def _within(bound: Tensor, most: int) -> Tensor:
+    """Return lengths of 0 to `most`, int32: on a device nobody has read them."""
+    if bound.dtype not in _WIDE:  # of a byte: `most` may be more than it counts
+        bound = bound.to(torch.int32)
+    bound = bound.clamp(0, most)
+    return bound if bound.dtype is torch.int32 else bound.int()
 
 
 def _largest(bounds: Sequence[Bound], most: int) -> Bound:
-    found = _within(bounds, most)
+    found = [_within(x, most) for x in bounds if x is not None]
     return functools.reduce(torch.maximum, found) if found else None
 
 
 def _smallest(bounds: Sequence[Bound], most: int) -> Bound:
-    found = _within(bounds, most)
+    found = [_within(x, most) for x in bounds if x is not None]
     return functools.reduce(torch.minimum, found) if found else None
 
 
@@ -157,17 +161,18 @@ def _reading(
     b, _, t, _ = q.shape
     keys, values, step = _rows(k, v, compiled)
     begin = begins(b, step, k.device)
-    lengths = found.k_end
+    s = k.shape[2]
+    lengths = found.k_end  # none: of a mask without arrays, or one of starts
+    if lengths is None:
+        lengths = torch.full((b,), s, dtype=torch.int32, device=k.device)
     if found.k_first is not None:
-        end = k.shape[2] if lengths is None else lengths
-        lengths = (end - found.k_first).clamp(min=0)
+        lengths = (lengths - found.k_first).clamp(min=0)
         begin = begin + torch.nn.functional.pad(found.k_first, (0, 1))
-    assert lengths is not None  # a mask of ranges that bounds nothing is none
     rows = q.transpose(1, 2).reshape(b * t, *q.shape[1::2])
+    marks_q, numbers = begins(b, t, q.device), (t, s, 0.0, False, False)
     out, sums, *_ = flash_forward(
-        rows, keys, values, begins(b, t, q.device), begin, t, k.shape[2], 0.0, False, False,
-        scale=scale, seqused_k=lengths.contiguous(),
-    )  # fmt: skip
+        rows, keys, values, marks_q, begin, *numbers, scale=scale, seqused_k=lengths
+    )
     return _bnth(out, sums, b)
 
 
