@@ -53,8 +53,8 @@ def on(facts: str, problem: Problem, **packages: str) -> Selection:
         ("sapphirerapids", CAUSAL, "bfloat16", "native_cpu"),
         ("sapphirerapids", DENSE.with_(batch=8, q_len=197, kv_len=197), "bfloat16", "native_cpu"),
         ("sapphirerapids", DENSE.with_(head_dim=128, value_dim=128), "bfloat16", "native_cpu"),
-        ("sapphirerapids", ONE_HEAD_EACH, "bfloat16", "native_cpu"),
-        ("sapphirerapids", ONE_HEAD_EACH, "float32", "native_cpu"),
+        ("sapphirerapids", ONE_HEAD_EACH, "bfloat16", "sdpa_flash"),
+        ("sapphirerapids", ONE_HEAD_EACH, "float32", "sdpa_flash"),
         ("sapphirerapids", LONG, "bfloat16", "native_cpu"),
         ("sapphirerapids", LONG, "float32", "native_cpu"),
         ("sapphirerapids", ONE_HEAD_EACH.with_(mask=PADDED), "bfloat16", "native_cpu"),
@@ -87,9 +87,9 @@ def test_the_reason_names_the_record_its_command_and_its_hardware() -> None:
     assert f"{median} x torch's kernel on dense bfloat16 problems ({low} - {high}), by" in zen4
     assert "`polyattn bench harm --record`" in zen4
     assert "AMD EPYC of Zen 4" in zen4 and "2 threads, torch 2.13.0+cpu" in zen4
-    amx = on("sapphirerapids", ONE_HEAD_EACH.with_(dtype="bfloat16")).reason
-    low, median, high = _figures("intel-amx", "bfloat16", "decode")
-    measured = f"{median} x torch's kernel on decoding bfloat16 problems ({low} - {high}), by"
+    amx = on("sapphirerapids", DENSE.with_(dtype="bfloat16")).reason
+    low, median, high = _figures("intel-amx", "bfloat16", "dense")
+    measured = f"{median} x torch's kernel on dense bfloat16 problems ({low} - {high}), by"
     assert amx.startswith(f"{measured} `polyattn bench harm")
     assert "Intel Xeon with AMX" in amx
     window = on("zen3", WINDOW.with_(head_dim=128, value_dim=128)).reason
