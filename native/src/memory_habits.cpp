@@ -21,5 +21,6 @@ bool is_intel() noexcept {
 bool pages_in_turn = is_intel();
 const bool codes_together = is_intel();
 bool tile_by_tile = is_intel();
+bool fetch_meanwhile = is_intel();
 
 }  // namespace polyattn

@@ -1,5 +1,5 @@
 // How memory is best read, where processors differ in it (kernel/few_rows.h, kernel/division.h,
-// kernel/forward_strip.h).
+// kernel/fetcher.h, kernel/forward_strip.h).
 #pragma once
 
 namespace polyattn {
@@ -14,5 +14,9 @@ extern const bool codes_together;
 // Products with values go tile by tile, so that these stay in the first cache, and not over all tiles of a chunk, where
 // sums stay in registers. Changes no bit. Intel's processors; tests set it.
 extern bool tile_by_tile;
+
+// What many rows need next is fetched while they multiply (kernel/fetcher.h). Changes no bit. Intel's processors; tests
+// set it.
+extern bool fetch_meanwhile;
 
 }  // namespace polyattn

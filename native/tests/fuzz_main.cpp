@@ -73,6 +73,7 @@ int main(int count, char** words) {
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.bits());
     polyattn::pages_in_turn = random.bits() & 1;
     polyattn::tile_by_tile = random.bits() & 1;
+    polyattn::fetch_meanwhile = random.bits() & 1;
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
   }
   std::printf("%lld inputs, %lld calls accepted and run\n", static_cast<long long>(done),

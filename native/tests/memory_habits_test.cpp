@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "kernel/fetcher.h"
 #include "kernel/key_rows.h"
 #include "numbers.h"
 
@@ -46,6 +47,31 @@ void every_row_once() {
            "rows of a block, once each, of " + std::to_string(row) + " bytes");
     expect(turns, "neighbours in the order lie in one page, of rows of " + std::to_string(row) + " bytes");
   }
+}
+
+// Two lines a step, of rows that lie together or apart, until nothing is left or nothing is to be fetched.
+void what_a_queue_fetches() {
+  struct Rows {
+    int64_t stride, rows, bytes, steps;
+  };
+  const bool before = fetch_meanwhile;
+  for (const bool habit : {false, true}) {
+    fetch_meanwhile = habit;
+    for (const Rows& x :
+         {Rows{128, 64, 128, 64}, Rows{256, 3, 256, 6}, Rows{100, 5, 100, 4}, Rows{64, 1, 64, 1},
+          Rows{4096, 7, 128, 7}, Rows{-4096, 7, 300, 21}, Rows{512, 0, 512, 0}}) {
+      static const char memory[1 << 16] = {};
+      FetchQueue queue;
+      queue.clear();
+      for (int twice = 0; twice < 2; ++twice) queue.add(memory + (1 << 15), x.stride, x.rows, x.bytes);
+      int64_t steps = 0;
+      for (; queue.any() && steps < 1000; ++steps) queue.step();
+      expect(steps == (habit ? 2 * x.steps : 0), "steps of rows of " + std::to_string(x.bytes) + " bytes, " +
+                                                     std::to_string(x.stride) +
+                                                     " apart: " + std::to_string(steps));
+    }
+  }
+  fetch_meanwhile = before;
 }
 
 // A call of `kv_len` keys, a decoding one unless `q_len` says otherwise; `page`: the rows of a page, or 0.
@@ -93,7 +119,7 @@ struct Call {
   }
 
   std::vector<uint8_t> run(const Kernels& kernels, bool habit) {
-    pages_in_turn = tile_by_tile = habit;
+    pages_in_turn = tile_by_tile = fetch_meanwhile = habit;
     expect(kernels.forward(a), "a call had no memory");
     return out;
   }
@@ -113,7 +139,7 @@ void no_bit_changes(const Kernels& kernels) {
         }
       }
     }
-    for (const int64_t rows : {9, 64, 150}) {
+    for (const int64_t rows : {9, 64, 150, 700}) {
       for (const int64_t width : {0, 3, 90, 700}) {
         Call call(dtype, 600, 0, false, static_cast<uint64_t>(rows + width), rows);
         if (width > 0) {
@@ -131,11 +157,11 @@ void no_bit_changes(const Kernels& kernels) {
 }
 
 void no_bit_changes() {
-  const bool before[] = {pages_in_turn, tile_by_tile};
+  const bool before[] = {pages_in_turn, tile_by_tile, fetch_meanwhile};
   for (const Kernels* const* set = available(); *set != nullptr; ++set) {
     if (!(*set)->prepare || (*set)->prepare() == nullptr) no_bit_changes(**set);
   }
-  pages_in_turn = before[0], tile_by_tile = before[1];
+  pages_in_turn = before[0], tile_by_tile = before[1], fetch_meanwhile = before[2];
 }
 
 }  // namespace
@@ -143,6 +169,7 @@ void no_bit_changes() {
 
 int main() {
   polyattn::testing::every_row_once();
+  polyattn::testing::what_a_queue_fetches();
   polyattn::testing::no_bit_changes();
   std::printf("%d failures\n", polyattn::testing::failures);
   return polyattn::testing::failures == 0 ? 0 : 1;

@@ -8,11 +8,13 @@
 
 #include <utility>
 
+#include "kernel/fetcher.h"
 #include "kernel/softmax.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
 
 constexpr int kBlockRows = 32;
+constexpr int kFetchEvery = 8;  // rows
 constexpr int kBlockKeys = 256;
 constexpr int64_t kBlockRow = kBlockKeys + 16;  // as kScoreRow
 // A lane's sum of a block's probabilities from which on the base is raised.
@@ -25,6 +27,7 @@ struct BlockRows {
   RowStates state;
   float *lanes, *out;
   int64_t v_columns;
+  Fetcher* fetcher;
 };
 
 // Coefficients of 2^r, in registers: from memory they would be loaded for each vector.
@@ -39,23 +42,26 @@ struct Powers {
   }
 };
 
+// Which rows of a block have a base.
+enum class Bases { none, some, all };
+
 template <class S>
-inline bool have_bases(const BlockRows& rows) {
+inline Bases bases_of(const BlockRows& rows) {
   const typename S::Vec none = S::fill(-kInfinity), one = S::fill(1.0f);
-  typename S::Vec without = S::zero();
+  typename S::Vec with = S::zero();
   for (int r = 0; r < rows.count; r += S::kLanes)
-    without = S::less_select(none, S::load(rows.state.maximum + r), without, one);
-  return S::sum(without) == 0;
+    with = S::add(with, S::less_select(none, S::load(rows.state.maximum + r), one, S::zero()));
+  const float count = S::sum(with);
+  return count == 0 ? Bases::none : count < float(rows.count) ? Bases::some : Bases::all;
 }
 
-// Gives rows that have none a base: their largest score. Whether all have one then.
+// Gives rows that have none a base: their largest score. Which have one then.
 template <class S>
-inline bool find_bases(const BlockRows& rows, const float* scores, int columns, float factor) {
+inline Bases find_bases(const BlockRows& rows, const float* scores, int columns, float factor) {
   using Vec = typename S::Vec;
   constexpr int W = S::kLanes;
   const Vec none = S::fill(-kInfinity);
   alignas(64) float tops[W * W];
-  bool all = true;
   for (int first = 0; first < rows.count; first += W) {
     for (int r = 0; r < W; ++r) {
       S::store(tops + r * W, none);
@@ -65,9 +71,8 @@ inline bool find_bases(const BlockRows& rows, const float* scores, int columns, 
     float* const base = rows.state.maximum + first;
     const Vec before = S::load(base);
     S::store(base, S::less_select(none, before, before, top));
-    for (int r = first; r < smaller(first + W, rows.count); ++r) all &= rows.state.maximum[r] > -kInfinity;
   }
-  return all;
+  return bases_of<S>(rows);
 }
 
 template <class S, class U, Scores kScores, int kDegree>
@@ -96,8 +101,11 @@ class BlockSoftmax {
     const Powers<S, kDegree> powers;
     Vec factor = S::fill(kScores == Scores::natural ? kLog2E : factor_);
     asm volatile("" : POLYATTN_REGISTER(factor));
-    for (int r = 0; r < rows_.count; ++r) {
-      if (!quick<kPairs>(powers, factor, r)) slow(r);
+    for (int r = 0, end; r < rows_.count; r = end) {
+      rows_.fetcher->some();
+      for (end = smaller(r + kFetchEvery, rows_.count); r < end; ++r) {
+        if (!quick<kPairs>(powers, factor, r)) slow(r);
+      }
     }
   }
 

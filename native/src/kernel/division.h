@@ -166,6 +166,12 @@ struct Item {
   int strips;
 };
 
+// Row t of a head, of queries or outputs.
+template <class E>
+inline E* row_of(const Array& x, const Item& item, int64_t head, int64_t t) {
+  return static_cast<E*>(x.data) + item.q.b * x.batch + head * x.head + (item.q.q_base + t) * x.row;
+}
+
 inline void fill_strip(const Division& d, const Item& item, int index, Strip& s) {
   const int64_t high = index / d.sharing * kRows;
   s.count = int(smaller<int64_t>(kRows, item.rows_of_head - high));

@@ -63,6 +63,9 @@ class Forward {
     }
     Workspace w;
     Workspace::layout(a_, d_, item_.k_units(), base, &w);
+    Fetcher fetcher;
+    w.fetcher = &fetcher;
+    if (d_.splits == 1 && rows_of_head(a_) > kFewRows) return whole_items(w);
     const int64_t tasks = this->tasks(), groups = tasks / d_.splits;
     for (int64_t task, end; take(tasks, &task, &end);) {
       for (const int64_t first = task; task < end; ++task) {
@@ -72,6 +75,41 @@ class Forward {
         const int64_t group = along_ ? task / d_.splits : task % groups;
         d_.together == 1 ? alone(w, group, part) : together(w, group, part);
       }
+    }
+  }
+
+  // Whole items of many rows. Where there are many of these the next one is taken before one is run, so that what it
+  // begins with is fetched meanwhile.
+  void whole_items(Workspace& w) {
+    Item items[2];
+    Strip* const strips[2] = {w.strips, w.strips + kMostStrips};
+    const int64_t tasks = this->tasks();
+    int at = 0;
+    for (bool here = open_next(strips[at], &items[at]); here; at ^= 1) {
+      const int next = at ^ 1;
+      const bool early = tasks - __atomic_load_n(&next_, __ATOMIC_RELAXED) > 2 * threads_;
+      if (early) here = open_next(strips[next], &items[next]);
+      const bool known = early && here && !item_.few(items[next]);
+      w.strips = strips[at];
+      whole(w, items[at], known ? Upcoming{&items[next], strips[next]} : Upcoming{});
+      if (!early) here = open_next(strips[next], &items[next]);
+    }
+  }
+
+  bool open_next(Strip* strips, Item* item) {
+    const int64_t tasks = this->tasks();
+    for (int64_t task; (task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED)) < tasks;) {
+      if (open_item(a_, d_, task, strips, item)) return true;
+    }
+    return false;
+  }
+
+  void whole(Workspace& w, const Item& item, const Upcoming& upcoming) {
+    if (item_.few(item)) {  // the last rows of a sequence
+      item_.attend(w, item, Part{0, 1}, false);
+      end(w, item, 0, 0);
+    } else if (!item_.attend_whole(w, item, upcoming, false) && item_.doubtful(item)) {
+      item_.attend_whole(w, item, upcoming, true);
     }
   }
 
@@ -91,10 +129,6 @@ class Forward {
   void alone(Workspace& w, int64_t number, const Part& part) {
     Item item;
     if (!open_item(a_, d_, number, w.strips, &item)) return;
-    if (item_.by_strips(item)) {
-      if (!item_.attend_by_strips(w, item, false) && a_.terms > 0) item_.attend_by_strips(w, item, true);
-      return;
-    }
     item_.attend(w, item, part, false);
     end(w, item, number, part.split);
   }

@@ -39,9 +39,9 @@ template <class S, class U, class C>
 class ForwardBlocks {
  public:
   ForwardBlocks(const Arguments& a, const Division& d, const ScoreUnits<U>& units, const Workspace& w,
-                const Item& item, int index, const Visit& visit, bool careful)
-      : a_(a), d_(d), units_(units), w_(w), item_(item), visit_(visit), strip_(w.strips[index]),
-        row_(int64_t{index} * kRows), careful_(careful) {}
+                const Item& item, const Strip& strip, int place, const Visit& visit, bool careful)
+      : a_(a), d_(d), units_(units), w_(w), item_(item), visit_(visit), strip_(strip),
+        row_(int64_t{place} * kRows), careful_(careful) {}
 
   void run() const {
     for (int r = 0; r < strip_.count; r += kBlockRows) rows(r, smaller(r + kBlockRows, strip_.count));
@@ -54,9 +54,10 @@ class ForwardBlocks {
     for (int i = 0; i < kBlockRows; ++i) S::store(lanes + i * S::kLanes, S::zero());
     const int64_t row = row_ + first;
     float* const sums = w_.state.sum + row;
-    const BlockRows own{
-        end - first, {w_.state.maximum + row, sums}, lanes, w_.out + row * d_.v_columns, d_.v_columns};
-    bool bases = have_bases<S>(own);
+    const BlockRows own{end - first,  {w_.state.maximum + row, sums},
+                        lanes,        w_.out + row * d_.v_columns,
+                        d_.v_columns, w_.fetcher};
+    Bases bases = bases_of<S>(own);
     // of large heads, to load and store the sums of values takes longer than scores that leave the first cache
     const int64_t most = d_.v_columns > 96 ? kBlockKeys : kBlockKeys / 2;
     Block block(first, end);
@@ -77,17 +78,17 @@ class ForwardBlocks {
     }
   }
 
-  // `bases`: whether all rows have one.
-  void meet(const Block& block, const BlockRows& rows, bool* bases) const {
+  void meet(const Block& block, const BlockRows& rows, Bases* bases) const {
+    const bool first = *bases == Bases::none;  // there are no sums yet
     int column = 0;
     for (int i = 0; i < block.tiles; ++i) {
       score(block, block.tile[i], w_.scores + column);
       column += block.tile[i].width();
     }
     const float factor = units_.kind == Scores::raw ? units_.factor : 1.0f;
-    if (!*bases) *bases = find_bases<S>(rows, w_.scores, block.columns, factor);
+    if (*bases != Bases::all) *bases = find_bases<S>(rows, w_.scores, block.columns, factor);
     soften_block<S, U>(units_, rows, w_.scores, block.columns);
-    careful_ ? values_by_row(block, rows) : values(block, rows);
+    careful_ ? values_by_row(block, rows, first) : values(block, rows, first);
   }
 
   // Scores of a tile as the soft-max takes them.
@@ -116,7 +117,7 @@ class ForwardBlocks {
       hide<S>(words(tile.number) + block.first, block.count(), {tile.low, tile.high}, to, kBlockRow);
   }
 
-  void values(const Block& block, const BlockRows& rows) const {
+  void values(const Block& block, const BlockRows& rows, bool first) const {
     Piece pieces[Block::kMost];
     const float* p = w_.scores;
     for (int i = 0; i < block.tiles; ++i) {
@@ -124,12 +125,14 @@ class ForwardBlocks {
       pieces[i] = {p, tile.values, tile.width() / U::kValues};
       p += tile.width() / U::kValues;
     }
-    multiply<S, U, Into::add>(pieces, block.tiles, strides(), round_up(rows.count, kTileUnits), d_.v_columns,
-                              rows.out);
+    const int64_t whole = round_up(rows.count, kTileUnits);
+    first ? multiply<S, U, Into::set>(pieces, block.tiles, strides(), whole, d_.v_columns, rows.out)
+          : multiply<S, U, Into::add>(pieces, block.tiles, strides(), whole, d_.v_columns, rows.out);
   }
 
   // Each row with values of its own, in which what it does not see is 0.
-  void values_by_row(const Block& block, const BlockRows& rows) const {
+  void values_by_row(const Block& block, const BlockRows& rows, bool first) const {
+    if (first) std::memset(rows.out, 0, size_t(rows.count * d_.v_columns) * sizeof(float));
     for (int r = 0; r < rows.count; ++r) {
       Piece pieces[Block::kMost];
       const float* p = w_.scores + r * kBlockRow;

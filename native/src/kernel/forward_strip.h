@@ -35,11 +35,13 @@ class ForwardStrip {
            tile.keys == tile.columns && reinterpret_cast<uintptr_t>(key_row(a_.v, item, tile.j0)) % 64 == 0;
   }
 
-  void strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) const {
+  // Rows of strip `s`, which are the `place`-th of the workspace.
+  void strip(Workspace& w, const Item& item, const Strip& s, int place, const Visit& visit,
+             bool careful) const {
     if constexpr (U::kInTiles) {
-      ForwardBlocks<S, U, C>(a_, d_, units_, w, item, index, visit, careful).run();
+      ForwardBlocks<S, U, C>(a_, d_, units_, w, item, s, place, visit, careful).run();
     } else {
-      whole_strip(w, item, index, visit, careful);
+      whole_strip(w, item, s, place, visit, careful);
     }
   }
 
@@ -75,15 +77,18 @@ class ForwardStrip {
 
  private:
   // All rows against all tiles, one product after the other.
-  void whole_strip(Workspace& w, const Item& item, int index, const Visit& visit, bool careful) const {
-    const Strip& s = w.strips[index];
-    const float* q = w.q + int64_t{index} * kRows * d_.q_units;
-    float* out = w.out + int64_t{index} * kRows * d_.v_columns;
+  void whole_strip(Workspace& w, const Item& item, const Strip& s, int place, const Visit& visit,
+                   bool careful) const {
+    const int64_t row = int64_t{place} * kRows;
+    const float* q = w.q + row * d_.q_units;
+    float* out = w.out + row * d_.v_columns;
     alignas(64) float tops[kRows * S::kLanes], shrink[kRows];
     for (int i = 0; i < kRows; ++i) S::store(tops + i * S::kLanes, S::fill(-kInfinity));
-    for (int n = 0; n < visit.tiles; ++n)
+    for (int n = 0; n < visit.tiles; ++n) {
+      w.fetcher->some();
       score_tile(w, item, s, q, visit, n, w.scores + visit.tile[n].first, tops);
-    const RowStates state{w.state.maximum + int64_t{index} * kRows, w.state.sum + int64_t{index} * kRows};
+    }
+    const RowStates state{w.state.maximum + row, w.state.sum + row};
     soften<S, U>(units_, w.scores, kScoreRow, s.count, visit.columns, state, tops, shrink);
     for (int r = 0; r < s.count; ++r) {
       if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
@@ -154,6 +159,7 @@ class ForwardStrip {
     if (tile_by_tile && !mixed) return values_by_tile(w, item, s, visit, out);
     const int64_t step = mixed ? kRowGrain<S, U> : s.count;
     for (int64_t r = 0; r < s.count; r += step) {
+      w.fetcher->some();
       const int64_t end = smaller<int64_t>(r + step, s.count);
       Piece pieces[kChunk];
       int count = 0;
@@ -169,6 +175,7 @@ class ForwardStrip {
   void values_by_tile(const Workspace& w, const Item& item, const Strip& s, const Visit& visit,
                       float* out) const {
     for (int n = 0; n < visit.tiles; ++n) {
+      w.fetcher->some();
       const Piece piece = piece_of(w, item, visit, n, 0, s.count);
       add_pieces(&piece, 1, 0, s.count, out);
     }

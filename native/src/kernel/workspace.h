@@ -16,6 +16,7 @@ struct Workspace {
   const void **keys_at, **values_at, **next_keys, **next_values;  // for few rows
   float *key_scales, *value_scales;                               // for few rows of keys that are codes
   float* decoded;                                                 // of such keys, a tile's rows
+  Fetcher* fetcher = nullptr;                                     // the thread's
 
   static size_t layout(const Arguments& a, const Division& d, int64_t k_units, float* base, Workspace* w) {
     MemoryParts parts(base);
@@ -35,8 +36,9 @@ struct Workspace {
     const size_t rows = items * size_t(round_up(held, kRows));
     float* maximum = take(rows);
     float* sum = take(rows);
-    uint64_t* words = reinterpret_cast<uint64_t*>(take(size_t(d.together * kRows * kChunk) * 2));
-    Strip* strips = reinterpret_cast<Strip*>(take(sizeof(Strip) / 4 * kMostStrips));
+    uint64_t* words =
+        reinterpret_cast<uint64_t*>(take(size_t(d.together * kRows * kChunk) * (d.by_strips ? 4 : 2)));
+    Strip* strips = reinterpret_cast<Strip*>(take(sizeof(Strip) / 4 * kMostStrips * 2));
     const void** keys_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
     const void** values_at = reinterpret_cast<const void**>(take(size_t(kLocatedRows) * 2));
     const void** next_keys = reinterpret_cast<const void**>(take(size_t(kChunkKeys) * 2));
