@@ -9,6 +9,7 @@ from polyattn import Problem, use_backend
 from polyattn import flags as knobs
 from polyattn.integrations.recording import Case, Recorder
 from polyattn.integrations.sdpa_patch import route_sdpa
+from polyattn.measure.candidates import candidates
 from polyattn.measure.inputs import build
 from polyattn.measure.results import TuningResult
 from polyattn.measure.timing import time_interleaved
@@ -34,6 +35,15 @@ def _clean_table():
     lookup.table().forget()
     yield
     lookup.table().forget()
+
+
+@pytest.fixture
+def without_flex(monkeypatch):
+    """Leave out FlexAttention, which compiles for ten seconds, where nothing is asked about it."""
+    monkeypatch.setattr(
+        "polyattn.measure.tune.candidates",
+        lambda problem: [c for c in candidates(problem) if c.backend != "flex"],
+    )
 
 
 @pytest.fixture
@@ -64,7 +74,7 @@ def stock(q, k, v, mask=None, bias=None, sinks=None):
     return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
 
 
-def test_the_fastest_right_backend_is_stored_and_chosen():
+def test_the_fastest_right_backend_is_stored_and_chosen(without_flex):
     result = tune([case()], bounds=QUICK)
     assert not result.interrupted
     rows = lookup.table().rows()
@@ -77,7 +87,7 @@ def test_the_fastest_right_backend_is_stored_and_chosen():
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_rows_say_under_which_flags_they_were_measured():
+def test_rows_say_under_which_flags_they_were_measured(without_flex):
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
@@ -98,7 +108,7 @@ def test_rows_say_under_which_flags_they_were_measured():
     assert {row.flags for row in again.classes[0].rows} == {digest(snapshot())}
 
 
-def test_a_tuned_choice_never_overrides_a_request():
+def test_a_tuned_choice_never_overrides_a_request(without_flex):
     tune([case()], bounds=QUICK)
     with use_backend("reference"):
         assert (explain(P).backend, explain(P).source) == ("reference", "SCOPE")
@@ -107,7 +117,7 @@ def test_a_tuned_choice_never_overrides_a_request():
         assert explain(P).backend != "sdpa_flash"
 
 
-def test_a_fast_but_wrong_backend_is_never_chosen(backend):
+def test_a_fast_but_wrong_backend_is_never_chosen(backend, without_flex):
     backend("fast_but_wrong", lambda q, k, v, mask=None, bias=None, sinks=None: v.clone())
     result = tune([case()], bounds=QUICK)
     wrong = result.cases[0].of("fast_but_wrong")
@@ -118,7 +128,7 @@ def test_a_fast_but_wrong_backend_is_never_chosen(backend):
     assert explain(P).backend != "fast_but_wrong"
 
 
-def test_slightly_wrong_is_wrong_and_right_is_right(backend):
+def test_slightly_wrong_is_wrong_and_right_is_right(backend, without_flex):
     backend("slightly_wrong", lambda q, k, v, *rest: stock(q, k, v) * (1 + 1e-4))
     backend("right_backend", stock)
     found = tune([case()], bounds=QUICK).cases[0]
@@ -142,7 +152,7 @@ def test_failing_and_slow_candidates_do_not_stop_the_run(backend):
     assert found.chosen
 
 
-def test_an_interrupt_keeps_what_is_done():
+def test_an_interrupt_keeps_what_is_done(without_flex):
     result = TuningResult()
 
     def report(done, total, what):
@@ -153,6 +163,9 @@ def test_an_interrupt_keeps_what_is_done():
     assert result.interrupted
     assert len(result.classes) == 1
     assert lookup.table().rows()
+
+
+FOR_FLEX = {"lse", "bias_grad", "kv_heads"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +199,9 @@ def test_an_interrupt_keeps_what_is_done():
         {"compiled": True},
     ],
 )
-def test_every_kind_of_problem_is_rebuilt_and_verified(changes):
+def test_every_kind_of_problem_is_rebuilt_and_verified(changes, request):
+    if not FOR_FLEX & changes.keys():
+        request.getfixturevalue("without_flex")
     one = case(**changes)
     made = build(one)
     assert (made.problem.mask is None) == (one.problem.mask is None)
@@ -204,7 +219,7 @@ def test_large_problems_are_checked_on_some_rows():
     assert 16 <= len(truth.rows) < 3000
 
 
-def test_the_record_of_a_program_tunes_with_its_real_mask():
+def test_the_record_of_a_program_tunes_with_its_real_mask(without_flex):
     recorder = Recorder()
     q = torch.randn(2, 4, 16, 8)
     mask = torch.rand(2, 1, 16, 16) < 0.5
