@@ -165,9 +165,6 @@ def test_an_interrupt_keeps_what_is_done(without_flex):
     assert lookup.table().rows()
 
 
-FOR_FLEX = {"lse", "bias_grad", "kv_heads"}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -199,9 +196,7 @@ FOR_FLEX = {"lse", "bias_grad", "kv_heads"}
         {"compiled": True},
     ],
 )
-def test_every_kind_of_problem_is_rebuilt_and_verified(changes, request):
-    if not FOR_FLEX & changes.keys():
-        request.getfixturevalue("without_flex")
+def test_every_kind_of_problem_is_rebuilt_and_verified(changes):
     one = case(**changes)
     made = build(one)
     assert (made.problem.mask is None) == (one.problem.mask is None)
