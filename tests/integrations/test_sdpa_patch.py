@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 from typing import ClassVar
 
@@ -98,6 +100,43 @@ def test_compiled_programs_keep_working(q):
     assert heard.log[0] == ("sdpa_flash", False)
     torch.testing.assert_close(inside, 2 * torch_sdpa(q, q, q, is_causal=True))
     torch.testing.assert_close(function(q), inside)
+
+
+ROUTED_FIRST = """
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from polyattn.integrations.sdpa_patch import route_sdpa
+
+sdpa, layer = F.scaled_dot_product_attention, F.multi_head_attention_forward
+q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
+biases = [causal_upper_left(4, 6), causal_lower_right(4, 6)]
+attend = lambda *arrays: F.scaled_dot_product_attention(*arrays)
+expected = [attend(q, k, k, bias) for bias in biases]
+
+
+def compiled():
+    torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="eager")(q)
+    torch._dynamo.reset()
+    for bias, result in zip(biases, expected):
+        ours = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, k, bias)
+        torch.testing.assert_close(ours, result)
+
+
+with route_sdpa():
+    compiled()
+    for name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+        torch.overrides.resolve_name(getattr(F, name))
+compiled()
+for function in (sdpa, layer):
+    assert torch.overrides.resolve_name(function) == f"torch.nn.functional.{function.__name__}"
+    assert function in torch.overrides.get_testing_overrides()
+    assert function in torch.overrides.get_overridable_functions()[F]
+"""
+
+
+def test_what_torch_lists_for_good_is_its_own_though_routing_came_first():
+    subprocess.run([sys.executable, "-c", ROUTED_FIRST], check=True, timeout=300)
 
 
 def test_traces_keep_torchs_operator(q):

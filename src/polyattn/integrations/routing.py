@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from polyattn import settings
 from polyattn.integrations.on_import import OnImport
 from polyattn.selection import Selection, scopes
@@ -136,6 +138,7 @@ class Router:
                 self._put_in_place([seam for seam in self._seams if seam.module == name])
 
     def _put_in_place(self, seams: Sequence[Seam]) -> None:
+        _list_overridable()
         added = []
         for seam in seams:
             original = seam.original()
@@ -227,6 +230,16 @@ def _others() -> Sequence[Any]:
 _KEPT = ("torch._", "torch.overrides", "torch.fx", "torch.jit", "polyattn")
 
 
+def _list_overridable() -> None:
+    """Have torch list, once in a process, what subclasses of tensors may answer.
+
+    torch and its compiler keep the list for good: one that is made while calls are routed would lack
+    torch's own functions, also when the routing has ended.
+    """
+    torch.overrides.get_overridable_functions()
+    torch.overrides.get_testing_overrides()
+
+
 def _swap(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Put the new where a module's namespace holds the old; torch's inner tables are left alone."""
     wanted = {id(old): (old, new) for old, new in pairs}
@@ -235,6 +248,9 @@ def _swap(pairs: Sequence[tuple[Any, Any]]) -> None:
             continue
         held = getattr(module, "__dict__", None)
         if not isinstance(held, dict):
+            continue
+        # a few modules of thousands hold one: all names of the others are compared at once
+        if wanted.keys().isdisjoint(map(id, list(held.values()))):
             continue
         for key, value in list(held.items()):
             found = wanted.get(id(value))
