@@ -16,11 +16,17 @@ bool is_intel() noexcept {
 #endif
 }
 
+#if defined(__x86_64__)
+constexpr bool kX86 = true;
+#else
+constexpr bool kX86 = false;
+#endif
+
 }  // namespace
 
 bool pages_in_turn = is_intel();
 const bool codes_together = is_intel();
 bool tile_by_tile = is_intel();
-bool fetch_meanwhile = is_intel();
+bool fetch_meanwhile = kX86;
 
 }  // namespace polyattn
