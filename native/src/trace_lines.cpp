@@ -136,7 +136,9 @@ void TraceLines::read(PyObject* event) {
   Line line;
   line.seq = integer(at(kSeq));
   line.begin = texts_.size();
-  append_begin(texts_, {at(kHead), at(kCall), at(kStep), at(kPhase), at(kPath)}, line.seq);
+  std::string where;
+  append_where(where, at(kPhase), at(kPath));
+  append_begin(texts_, {at(kHead), at(kCall), at(kStep), where}, line.seq);
   line.shape = texts_.size();
   if (at(kSame) != Py_None) {
     line.same = integer(at(kSame));
@@ -159,7 +161,7 @@ void TraceLines::append_begin(std::string& out, const TracePlace& place, int64_t
   append_integer(out, integer(place.call));
   out += ",\"step\":";
   append_step(out, place.step);
-  (((out += ',') += rank_) += where(place.phase, place.path)) += ',';
+  (((out += ',') += rank_) += place.where) += ',';
 }
 
 void TraceLines::append_step(std::string& out, PyObject* step) {
@@ -180,25 +182,32 @@ void TraceLines::append_shape(std::string& out, PyObject* shape) {
 }
 
 // `"phase":"in","tensor":"args[0]"`
-std::string_view TraceLines::where(PyObject* phase, PyObject* path) {
-  key_.assign(text_of(phase)).append(1, '\n');
+void TraceLines::append_where(std::string& out, PyObject* phase, PyObject* path) {
   Py_ssize_t size;
   const char* data = PyUnicode_AsUTF8AndSize(path, &size);
   if (data == nullptr) {  // half a character
     PyErr_Clear();
-    return made_where(phase, path);
+    out += made_where(phase, path);
+    return;
   }
-  key_.append(data, static_cast<size_t>(size));
-  const auto known = places_.find(key_);
-  if (known != places_.end()) return known->second;
+  thread_local std::string key;
+  key.assign(text_of(phase)).append(1, '\n').append(data, static_cast<size_t>(size));
+  const auto known = places_.find(key);
+  if (known != places_.end()) {
+    out += known->second;
+    return;
+  }
+  std::string own = key, made = made_where(phase, path);
+  out += made;
   if (places_.size() >= kPlacesKept) places_.clear();
-  return places_[key_] = made_where(phase, path);
+  places_[std::move(own)] = std::move(made);
 }
 
-std::string_view TraceLines::made_where(PyObject* phase, PyObject* path) {
+std::string TraceLines::made_where(PyObject* phase, PyObject* path) const {
   const nb::object quoted = quoted_(nb::handle(path));
-  odd_.assign("\"phase\":\"").append(text_of(phase)).append("\",\"tensor\":");
-  return odd_ += text_of(quoted.ptr());
+  std::string made = "\"phase\":\"";
+  made.append(text_of(phase)).append("\",\"tensor\":").append(text_of(quoted.ptr()));
+  return made;
 }
 
 // The objects are torch's, one for each type, and never go away.

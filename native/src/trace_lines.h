@@ -19,9 +19,10 @@
 
 namespace polyattn {
 
-// What a line begins with: head of `head_of`, call, step, phase and path. Borrowed.
+// What a line begins with: head of `head_of`, call, step, and what append_where() says. Borrowed.
 struct TracePlace {
-  PyObject *head, *call, *step, *phase, *path;
+  PyObject *head, *call, *step;
+  std::string_view where;
 };
 
 class TraceLines {
@@ -40,6 +41,10 @@ class TraceLines {
 
   // Whether a thread makes lines of a batch now; then there is no line().
   bool busy() const { return busy_.load(); }
+
+  // Appends what a line says of phase and path. Of new ones it calls Python, and other threads may then run: line(),
+  // in which nobody else may, is given it.
+  void append_where(std::string& out, PyObject* phase, PyObject* path);
 
   // Appends the line of a tensor whose numbers line `same` has.
   void line(std::string& out, const TracePlace& place, int64_t seq, int64_t same);
@@ -76,8 +81,7 @@ class TraceLines {
   void append_begin(std::string& out, const TracePlace& place, int64_t seq);
   static void append_step(std::string& out, PyObject* step);
   static void append_shape(std::string& out, PyObject* shape);
-  std::string_view where(PyObject* phase, PyObject* path);
-  std::string_view made_where(PyObject* phase, PyObject* path);
+  std::string made_where(PyObject* phase, PyObject* path) const;
   const DType& dtype(PyObject* object);
   const double* row(PyObject* rows, int64_t slot) const;
   size_t write_until_unusual(size_t i);
@@ -93,7 +97,7 @@ class TraceLines {
   nanobind::object wide_, quoted_, unusual_;
   std::vector<Block> blocks_;
   std::vector<Line> lines_;
-  std::string texts_, out_, key_, odd_, shape_;
+  std::string texts_, out_, shape_;
   std::unordered_map<std::string, std::string> places_;
   std::unordered_map<PyObject*, DType> dtypes_;
   Earlier earlier_;

@@ -184,25 +184,36 @@ class TraceRecord {
     return static_cast<int>(integer(get(sink_, names_.direct_to)));
   }
 
-  static TracePlace place_of(const Target& to, nb::handle path) {
-    return {to.place[0].ptr(), to.place[1].ptr(), to.place[2].ptr(), to.place[3].ptr(), path.ptr()};
+  static TracePlace place_of(const Target& to, std::string_view where) {
+    return {to.place[0].ptr(), to.place[1].ptr(), to.place[2].ptr(), where};
+  }
+
+  // What is to be known before direct_to(): nothing that may call Python stands between it and the line.
+  std::string where(const Target& to, nb::handle path) {
+    std::string text = std::move(spare_where_);
+    text.clear();
+    if (lines_ != nullptr) lines_->append_where(text, to.place[3].ptr(), path.ptr());
+    return text;
   }
 
   // Writes the line of a tensor and returns its seq; no object where an event has to be added.
   nb::object written_now(const Target& to, nb::handle path, nb::handle shape, nb::handle dtype,
                          const double* row) {
+    std::string place = where(to, path);
     const int file = direct_to(to);
     if (file < 0 || !lines_->usual(dtype.ptr(), row)) return {};
     const nb::object seq = taken(PyObject_CallNoArgs(next_seq_.ptr()));
     std::string text = std::move(spare_);
     text.clear();
-    lines_->line(text, place_of(to, path), integer(seq), shape.ptr(), dtype.ptr(), row);
+    lines_->line(text, place_of(to, place), integer(seq), shape.ptr(), dtype.ptr(), row);
     write(file, text);
     spare_ = std::move(text);
+    spare_where_ = std::move(place);
     return seq;
   }
 
   void add_same(const Target& to, nb::handle path, PyObject* same) {
+    std::string place = where(to, path);
     const int file = direct_to(to);
     if (file < 0) {
       add(to, path, nullptr, nullptr, nullptr, 0, same);
@@ -211,9 +222,10 @@ class TraceRecord {
     const nb::object seq = taken(PyObject_CallNoArgs(next_seq_.ptr()));
     std::string text = std::move(spare_);
     text.clear();
-    lines_->line(text, place_of(to, path), integer(seq), integer(same));
+    lines_->line(text, place_of(to, place), integer(seq), integer(same));
     write(file, text);
     spare_ = std::move(text);
+    spare_where_ = std::move(place);
   }
 
   // The lock stays held: nobody else may write in between, and the disk is not waited for.
@@ -268,7 +280,7 @@ class TraceRecord {
   nb::dict elements_;
   nb::object strided_, device_, threads_, next_seq_, kept_lines_, sink_;
   TraceLines* lines_;
-  std::string spare_;
+  std::string spare_, spare_where_;
   int64_t written_ = 0;
 };
 

@@ -47,7 +47,8 @@ from polyattn.numpy import numpy_attention
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import Selection
-from polyattn.selection.requests import record_selections, set_backend, use_backend
+from polyattn.selection.module_policy import set_backend
+from polyattn.selection.requests import record_selections, use_backend
 
 __version__ = "0.1.0"
 

@@ -91,3 +91,66 @@ def test_without_autocast_nothing_is_cast() -> None:
         attention(q, k, v, layout="BNTH")
     with pytest.raises(InvalidProblem, match="cast or move it"):
         attention(q, k, v, layout="BNTH")
+
+
+PLAIN = ("sdpa_math", "portable", "flex", "native_cpu", "reference")
+"""Some of them compute by products that autocast would cast down once more."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [(backend, "eager") for backend in PLAIN]
+    + [(backend, "compiled") for backend in PLAIN if backend != "flex"],  # which takes no such call
+)
+def test_nothing_is_cast_down_again_within_a_call(
+    backend: str, how: str, dtype: torch.dtype
+) -> None:
+    given = [(2 * x).to(dtype) for x in (Q, K, V)]
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention(q, k, v, mask=Causal(), layout="BNTH", backend=backend)
+
+    def stock(q: Any, k: Any, v: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def found(function: Any, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        out = function(*leaves)
+        return [out, *torch.autograd.grad(out.double().sin().sum(), leaves)]
+
+    wide = [x.bfloat16().double() for x in given]
+    want = found(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), wide)
+    if how == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager")
+    for ours, theirs, exact in zip(found(call, given), found(stock, given), want, strict=True):
+        bound = 2 * (theirs.double() - exact).abs().max() + torch.finfo(torch.bfloat16).eps
+        assert (ours.double() - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("how", ["eager", "exported", "strictly exported"])
+def test_sums_and_sinks_of_portable_calls_stay_in_float32(how: str) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return attention(
+                    q, k, v, mask=Causal(), sinks=sinks, softcap=20.0, layout="BNTH",
+                    return_lse=True, backend="portable",
+                )  # fmt: skip
+
+    given = [(2 * x).bfloat16() for x in (Q, K, V)]
+    sinks, block = torch.randn(4), Block()
+    exact = attention(
+        *(x.double() for x in given), mask=Causal(), sinks=sinks.double(), softcap=20.0,
+        layout="BNTH", return_lse=True, backend="reference",
+    )  # fmt: skip
+    if how != "eager":
+        strict = how != "exported"
+        block = torch.export.export(block, (*given, sinks), strict=strict).module()
+    out, lse = block(*given, sinks)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), exact[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), exact[0], rtol=2e-2, atol=2e-2)

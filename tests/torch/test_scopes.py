@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -302,3 +303,117 @@ def test_a_request_is_not_dropped_where_the_drop_in_would_ask_torch() -> None:
     assert ran[0].backend == "torch" and "2 dims" in ran[0].reason
     with use_backend("sdpa_math"), pytest.raises(Unsupported):
         sdpa(x, x, x)
+
+
+def test_decorators_of_generators_cover_them_while_they_run() -> None:
+    scope = use_backend("reference")
+
+    @scope
+    def items(log: list[Any]) -> Any:
+        try:
+            log.append((yield ran_on()[0]))
+            yield ran_on()[0]
+        except ValueError:
+            yield ran_on()[0]
+        finally:
+            log.append(ran_on()[0])
+        return "end"
+
+    def all_of(log: list[Any]) -> Any:
+        log.append((yield from items(log)))
+
+    log: list[Any] = []
+    found, between = [], []
+    for item in all_of(log):
+        found.append(item)
+        between.append(ran_on()[0])
+    assert found == ["reference"] * 2
+    assert between == ["sdpa_flash"] * 2
+    assert log == [None, "reference", "end"]
+
+    log = []
+    running = items(log)
+    next(running)
+    assert running.send("sent") == "reference"
+    assert running.throw(ValueError()) == "reference"
+    running.close()
+    assert log == ["sent", "reference"]
+
+
+def test_decorators_of_asynchronous_generators_cover_them_while_they_run() -> None:
+    @use_backend("reference")
+    async def items() -> Any:
+        for _ in range(2):
+            await asyncio.sleep(0)
+            yield ran_on()[0]
+
+    async def main() -> tuple[list[str], list[str]]:
+        found, between = [], []
+        async for item in items():
+            found.append(item)
+            between.append(ran_on()[0])
+        return found, between
+
+    assert asyncio.run(main()) == (["reference"] * 2, ["sdpa_flash"] * 2)
+
+
+class Around(torch.nn.Module):
+    """Says what its attention ran on before it calls what is in it, and after."""
+
+    def __init__(self, inner: Any = None) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, error: BaseException | None = None) -> list[str]:
+        before = ran_on()[0]
+        if self.inner is None and error is not None:
+            raise error
+        within = [] if self.inner is None else self.inner(error)
+        return [before, *within, ran_on()[0]]
+
+
+def test_an_interrupted_call_leaves_no_policy_behind() -> None:
+    model = Around(Around(Around()))
+    policy = set_backend(model, {"": "reference", "inner.inner": "sdpa_math"})
+    expected = ["reference", "reference", "sdpa_math", "sdpa_math", "reference", "reference"]
+    for error in (KeyboardInterrupt(), None, SystemExit(), ValueError()):
+        if error is not None:
+            with pytest.raises(type(error)):
+                model(error)
+        assert model() == expected
+        assert ran_on()[0] == "sdpa_flash"
+    with pytest.raises(KeyboardInterrupt):
+        model(KeyboardInterrupt())
+    policy.remove()
+    assert ran_on()[0] == "sdpa_flash"
+    assert model() == ["sdpa_flash"] * 6
+
+
+def test_a_policy_ends_only_where_it_began() -> None:
+    model = Around(Around())
+    fails = [True]
+
+    def hook(module: Any, args: Any) -> None:
+        if fails.pop():
+            raise ValueError("as a hook of the program's own may")
+
+    model.inner.register_forward_pre_hook(hook)
+    fallen: list[str] = []
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = model.inner, Around()
+
+        def forward(self) -> list[str]:
+            try:
+                self.a()
+            except ValueError:
+                fallen.append("a")
+            return self.b()
+
+    outer = Outer()
+    with set_backend(outer, {"": "reference", "a": "sdpa_math"}):
+        assert outer() == ["reference"] * 2
+    assert fallen == ["a"]
+    assert ran_on()[0] == "sdpa_flash"

@@ -1,4 +1,4 @@
-"""What users ask for: scopes, module policies, recording.
+"""What users ask for: scopes, recording.
 
 A scope is encoded as one short string, ``"flex,sdpa_math;never,these;fallback"``, because a
 string is what both a dictionary key and a compiler's guard compare fastest.
@@ -7,21 +7,19 @@ string is what both a dictionary key and a compiler's guard compare fastest.
 from __future__ import annotations
 
 import functools
-import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import Token
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, TypeVar
 
-from polyattn.errors import InvalidProblem, near_matches
+from polyattn.errors import InvalidProblem
 from polyattn.selection import Selection, scopes
+from polyattn.selection.decorated import run_within
 from polyattn.selection.registry import registry
 
-__all__ = ["ModulePolicy", "Request", "record_selections", "set_backend", "use_backend"]
+__all__ = ["Request", "record_selections", "use_backend"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -136,25 +134,11 @@ class use_backend:
         scopes.leave(self._before.pop())
 
     def __call__(self, function: F) -> F:
-        """Decorate a function or coroutine function: each call runs in a scope of its own."""
+        """Decorate a function, coroutine or generator: each call runs in a scope of its own."""
         fresh = functools.partial(
             use_backend, *self._names, never=self._never, on_unsupported=self._on_unsupported
         )
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with fresh():
-                    return await function(*args, **kwargs)
-
-            return awaited  # type: ignore[return-value]
-
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with fresh():
-                return function(*args, **kwargs)
-
-        return called  # type: ignore[return-value]
+        return run_within(fresh, function)
 
     @staticmethod
     def current() -> Request:
@@ -193,92 +177,3 @@ class record_selections(AbstractContextManager[list[Selection]]):
         scopes.recorded.reset(recorded)
         scopes.recording.reset(recording)
         scopes.end(noted)
-
-
-class ModulePolicy(AbstractContextManager["ModulePolicy"]):
-    """Policies in force on modules; ``remove()`` or leaving the ``with`` block ends them."""
-
-    def __init__(self, names: Mapping[str, Request | None]) -> None:
-        self.policies = dict(names)
-        self._handles: list[Any] = []
-
-    def remove(self) -> None:
-        """End the policies; the modules are as before."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
-
-
-class _Enter:
-    """The forward pre-hook of a policy: puts it in force and keeps what it replaced."""
-
-    def __init__(self, encoded: str) -> None:
-        self.encoded = encoded
-
-    def __call__(self, module: Any, args: Any) -> None:
-        outer = scopes.local.module
-        scopes.local.module = f"{self.encoded}\n{outer or ''}"
-
-
-class _Leave:
-    """The forward hook of a policy; runs also when the forward raised."""
-
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        current = scopes.local.module
-        scopes.local.module = (current or "").partition("\n")[2] or None
-
-
-def set_backend(
-    model: Any, policy: Mapping[str, object] | str | None, *, on_unsupported: str | None = None
-) -> ModulePolicy:
-    r"""Attach backends to modules by name pattern (source ``MODULE``).
-
-    `policy` maps patterns to a name, an ordered list of names, or None (automatic again, within
-    a module that has a policy). A pattern is a glob or a regular expression for the whole dotted
-    name (``""`` is the model itself); the first that matches a module counts, and the innermost
-    module that has a policy wins. A single name is the policy of the whole model.
-
-    Raises :class:`~polyattn.errors.InvalidProblem` for a pattern that matches nothing.
-
-    ::
-
-        policy = set_backend(model, {r"blocks\.[0-3]\..*attn": "sdpa_math", "*": "sdpa_flash"})
-    """
-    if not isinstance(policy, Mapping):
-        policy = {"": policy}
-    modules = dict(model.named_modules())
-    requests: dict[str, Request | None] = {}
-    unused = set(policy)
-    for name in modules:
-        pattern = next((p for p in policy if _matches(p, name)), None)
-        unused -= {p for p in policy if _matches(p, name)}
-        if pattern is not None:
-            wish = policy[pattern]
-            names = () if wish is None else wish if isinstance(wish, (list, tuple)) else (wish,)
-            requests[name] = Request.make(names, (), on_unsupported) if names else None
-    if unused:
-        names = sorted(filter(None, modules))
-        raise InvalidProblem(
-            f"got the pattern {sorted(unused)[0]!r}, which matches none of the {len(modules)} "
-            f"modules.{near_matches(sorted(unused)[0], names)} Modules are called "
-            f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}."
-        )
-    handle = ModulePolicy(requests)
-    for name, request in requests.items():
-        encoded = request.encode() if request else "-"
-        handle._handles.append(modules[name].register_forward_pre_hook(_Enter(encoded)))
-        handle._handles.append(modules[name].register_forward_hook(_Leave(), always_call=True))
-    if requests:
-        scopes.ask()
-    return handle
-
-
-def _matches(pattern: str, name: str) -> bool:
-    if fnmatchcase(name, pattern):
-        return True
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False

@@ -8,6 +8,7 @@ rounded once, and codes and scales are those of :func:`~polyattn.torch.quantize.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -48,11 +49,13 @@ class QuantizedRows:
             rows = (batch, capacity, heads, dim)
             self.codes = _empty(rows, getattr(torch, dtype), device, heads_second)
             blocks, recent = -(-capacity // block_size), min(capacity, 2 * block_size)
-            self.scales = torch.empty((batch, heads, blocks), device=device)
-            self._recent = torch.empty((batch, recent, heads, dim), device=device)
+            # float32 whatever the default is
+            wide = functools.partial(torch.zeros, dtype=torch.float32, device=device)
+            self.scales = wide((batch, heads, blocks))
+            self._recent = wide((batch, recent, heads, dim))
             # of the open block: the largest magnitude of each head, and the scale, (B, 1, K, 1)
-            self._largest = torch.zeros((batch, heads), device=device)
-            self._scale = torch.zeros((batch, 1, heads, 1), device=device)
+            self._largest = wide((batch, heads))
+            self._scale = wide((batch, 1, heads, 1))
 
     @property
     def nbytes(self) -> int:

@@ -95,6 +95,16 @@ def test_an_expanded_bias_has_a_gradient_for_each_entry() -> None:
     )
 
 
+def test_float64_biases_beyond_float32_hide_nothing() -> None:
+    least = torch.finfo(torch.float64).min
+    bias = torch.full((1, 1, 70, 99), least, dtype=torch.float64)
+    bias[..., 3:5] = -torch.inf
+    bias[..., 10, 7] = 0.0
+    q, k, v = arrays()
+    expected = exact(q, k, v, bias=DenseBias(bias))
+    torch.testing.assert_close(native(q, k, v, bias=DenseBias(bias)), expected)
+
+
 @pytest.mark.parametrize("shape", [(4,), (4, 3)], ids=str)
 def test_sinks_softcap_and_lse_with_gradients(shape: tuple[int, ...]) -> None:
     sinks = torch.randn(shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
@@ -278,6 +288,8 @@ def test_many_python_threads_at_once() -> None:
     [
         ({"dtype": torch.float64}, {}, "dtype"),
         ({}, {"dropout_p": 0.5}, "dropout"),
+        ({}, {"scale": -3e38}, "scale: got scale=-3e.38, takes scales up to 1.7e.38"),
+        ({}, {"softcap": 1e-46}, "soft cap: got softcap=1e-46, takes caps from 1.18e-38 on"),
         ({"h": 1025, "t": 1, "s": 1}, {}, "head dim"),
         ({}, {"bias": Alibi(torch.rand(4).requires_grad_())}, "bias gradient"),
         ({}, {"bias": DenseBias(torch.rand(99).double().requires_grad_())}, "bias gradient"),

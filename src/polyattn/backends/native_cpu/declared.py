@@ -69,7 +69,15 @@ def _jax_probe() -> Probe:
     return jax if isinstance(jax, Missing) else found
 
 
+_LARGEST_SCALE = 2.0**127  # the kernels multiply it by log2(e), in float32
+_SMALLEST_CAP = 2.0**-126
+
+
 def _native_extra(p: Problem) -> Iterator[Reason]:
+    if p.scale is not None and abs(p.scale) > _LARGEST_SCALE:
+        yield Reason("scale", f"scale={p.scale:g}", f"scales up to {_LARGEST_SCALE:.3g}")
+    if p.softcap is not None and p.softcap < _SMALLEST_CAP:
+        yield Reason("soft cap", f"softcap={p.softcap:g}", f"caps from {_SMALLEST_CAP:.3g} on")
     if p.paged is not None and (p.grad or p.sinks_grad):
         yield Reason("backward", "paged keys with gradients", "inference only where keys are paged")
     if p.quantized is not None and (p.grad or p.bias_grad or p.sinks_grad):

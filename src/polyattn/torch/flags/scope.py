@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from polyattn.flags import snapshot as snapshots
 from polyattn.flags.cells import Access
 from polyattn.flags.knob import check_value
 from polyattn.flags.stack import Change, Entry, Stack
+from polyattn.selection.decorated import iterate
 from polyattn.torch.flags import tables
 from polyattn.torch.flags.tables import access
 
@@ -116,7 +117,7 @@ class FlagScope(contextlib.ContextDecorator):
 
             @functools.wraps(function)
             def iterated(*args: Any, **kwargs: Any) -> Any:
-                return _iterate(function(*args, **kwargs), self._recreate_cm)
+                return iterate(function(*args, **kwargs), self._recreate_cm)
 
             return iterated
         return super().__call__(function)
@@ -141,25 +142,6 @@ class FlagScope(contextlib.ContextDecorator):
         if not mine and not others:
             raise FlagsError("got the end of a scope that was not entered.")
         _stack.leave((mine or others or []).pop())
-
-
-def _iterate(inner: Any, scope: Callable[[], FlagScope]) -> Any:
-    """Run a generator in the scope, and its caller, between the items, outside of it."""
-    resume, value = inner.send, None
-    try:
-        while True:
-            with scope():
-                item = resume(value)
-            try:
-                resume, value = inner.send, (yield item)
-            except GeneratorExit:
-                with scope():
-                    inner.close()
-                raise
-            except BaseException as error:
-                resume, value = inner.throw, error
-    except StopIteration as end:
-        return end.value
 
 
 def taken(one: Access, value: Any) -> Any:

@@ -202,11 +202,17 @@ def as_it_counts(x: Tensor) -> Tensor:
     return x.resolve_neg()
 
 
+def _narrowed(bias: Tensor) -> Tensor:
+    """Return float64 as float32, with no number made infinite: that would hide its key."""
+    most = torch.finfo(torch.float32).max
+    return torch.where(bias.isinf(), bias, bias.clamp(-most, most)).float()
+
+
 def _in_kernel_dtypes(extras: Extras) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return bias, slopes and sinks as the kernels read them."""
     bias, slopes, sinks = extras.bias, extras.slopes, extras.sinks
     if bias is not None:
-        bias = as_it_counts(bias if bias.dtype in DTYPES else bias.float())
+        bias = as_it_counts(bias if bias.dtype in DTYPES else _narrowed(bias))
     if slopes is not None:
         slopes = as_it_counts(slopes.float())
     if sinks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,8 @@ from polyattn.torch.internals import (
 )
 
 __all__ = [
-    "FEW_KEYS", "Op", "Result", "cudnn", "efficient", "flash_cpu", "flash_cuda", "unfused",
-    "windowed",
+    "FEW_KEYS", "Op", "Result", "beyond_autocast", "cudnn", "efficient", "flash_cpu", "flash_cuda",
+    "unfused", "windowed",
 ]  # fmt: skip
 
 _LANES = {"AVX2": 8, "DEFAULT": 8}  # of what torch's kernels are compiled for, in float32
@@ -117,6 +118,25 @@ def cudnn(
     return comes_in_like(out), sums.squeeze(-1) if sums.dim() == 4 else sums
 
 
+def beyond_autocast(call: Call) -> Call:
+    """Return a call of plain operators that autocast does not make others of.
+
+    Its inputs are what autocast makes of them already, and products of what it widened are not to
+    be cast down again.
+    """
+
+    @functools.wraps(call)
+    def widened(q: Tensor, *others: Any) -> Result:
+        kind = q.device.type
+        if not torch.is_autocast_enabled(kind):
+            return call(q, *others)
+        with torch.autocast(kind, enabled=False):
+            return call(q, *others)
+
+    return widened
+
+
+@beyond_autocast
 def unfused(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any, dropout: float, lse: bool
 ) -> Result:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyattn.backends.sdpa.declared import rounds_bias, rounds_sinks
 from polyattn.backends.sdpa.torch.lowering import prepare
-from polyattn.backends.sdpa.torch.operators import Call, Op, Result
+from polyattn.backends.sdpa.torch.operators import Call, Op, Result, beyond_autocast
 from polyattn.problem import Problem
 from polyattn.torch.internals import is_exported, is_exported_to_onnx
 
@@ -34,7 +34,7 @@ def load_portable() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]
         if says and is_exported():
             call = functools.partial(_own_function, groups, not is_exported_to_onnx())
         op = Op(
-            call,
+            beyond_autocast(call),
             grouped=True,
             causal_with_mask=False,
             wide=not says,
