@@ -48,7 +48,7 @@ class _Enter:
         outer = scopes.local.module
         scopes.local.module = f"{self.encoded}\n{outer or ''}"
         if not traced:
-            _entered.in_force.append(scopes.local.module)
+            _entered.in_force.append((scopes.local.module, id(module)))
 
 
 class _Leave:
@@ -70,10 +70,10 @@ class _Leave:
 
 
 class _Entered(threading.local):
-    """What the policies that this thread entered outside of compiled code made of the local one."""
+    """What the local policy was made by calls of this thread outside of compiled code, of whom."""
 
     def __init__(self) -> None:
-        self.in_force: list[str] = []
+        self.in_force: list[tuple[str, int]] = []
 
 
 _entered = _Entered()
@@ -84,20 +84,29 @@ def _forget_what_was_left(entered: Any = None) -> None:
 
     `entered`: the module whose call begins now.
     """
-    if not _entered.in_force or _entered.in_force[-1] != scopes.local.module:
-        return  # compiled code put it in force, whose modules have no frames
+    while _entered.in_force:
+        made, module = _entered.in_force[-1]
+        if made != scopes.local.module:
+            return  # compiled code put it in force, whose modules have no frames
+        if _is_running(module, but=entered):
+            return
+        _entered.in_force.pop()
+        scopes.local.module = made.partition("\n")[2] or None
+
+
+def _is_running(module: int, but: Any) -> bool:
+    """Say whether a call of the module with this id is on the stack, the newest of `but` aside."""
+    code = scopes.call_code()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl":  # of torch's modules
-            module = frame.f_locals.get("self")
-            hooks = getattr(module, "_forward_pre_hooks", {})
-            if module is entered:
-                entered = None
-            elif any(isinstance(hook, _Enter) for hook in hooks.values()):
-                return
+    while frame is not None and code is not None:
+        if frame.f_code is code:
+            called = frame.f_locals.get("self")
+            if called is but:
+                but = None
+            elif id(called) == module:
+                return True
         frame = frame.f_back
-    _entered.in_force.clear()
-    scopes.local.module = None
+    return code is None
 
 
 def set_backend(

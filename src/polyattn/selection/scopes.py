@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
+from types import CodeType
 from typing import Any
 
 from polyattn.epoch import invalidate, listeners, lock
@@ -101,6 +102,7 @@ recorded.set("")
 state = Ambient()
 local = Local()
 is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end replaces it
+call_code: Callable[[], CodeType | None] = lambda: None  # noqa: E731 - that of calls of modules
 watchers: list[Callable[[int, bool], None]] = []
 """What is called when a scope or a recorder begins or ends here, for caches that are no guards."""
 

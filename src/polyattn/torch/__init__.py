@@ -24,6 +24,7 @@ if importlib.util.find_spec("torch") is None:
 import torch.compiler
 
 from polyattn.selection import requests, scopes
+from polyattn.torch.internals import call_code as _call_code
 from polyattn.torch.internals import mark_constant as _mark_constant
 
 if typing.TYPE_CHECKING:
@@ -36,6 +37,7 @@ if typing.TYPE_CHECKING:
     from polyattn.torch.quantized_cache import QuantizedCache
 
 scopes.is_tracing = torch.compiler.is_dynamo_compiling
+scopes.call_code = _call_code
 _mark_constant(requests.nested)
 
 __all__ = [
