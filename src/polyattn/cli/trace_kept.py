@@ -36,7 +36,9 @@ def kept(traces: Iterable[Path]) -> Kept:
     >>> str(kept([Path("nowhere.jsonl")]))
     '0 tensors kept whole'
     """
-    folders = [path.with_name(f"{path.stem}.tensors") for path in traces]
+    from polyattn.trace.format.output import tensor_folder
+
+    folders = [tensor_folder(path) for path in traces]
     files = {folder: [*folder.glob("*.safetensors")] for folder in folders if folder.is_dir()}
     sizes = [file.stat().st_size for found in files.values() for file in found]
     return Kept(len(sizes), sum(sizes), tuple(folder for folder, found in files.items() if found))

@@ -219,7 +219,8 @@ def _noted(verdict: Verdict, note: str) -> Verdict:
 def _isolating_may_tell(verdict: Verdict) -> bool:
     """Whether it is rounding that keeps a verdict open, and no other condition."""
     held = all(verdict.guards[name].holds is not False for name in ("inputs", "determinism"))
-    return verdict.equal is None and held and verdict.coverage.compared > 0
+    other = any(reason != verdict.guards["outputs"].said for reason in verdict.reasons)
+    return verdict.equal is None and held and other and verdict.coverage.compared > 0
 
 
 @contextmanager

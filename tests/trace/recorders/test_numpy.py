@@ -165,3 +165,22 @@ def test_headers_that_are_none(tmp_path):
         with pytest.raises(TraceError, match="got"):
             TraceWriter(tmp_path / "a.jsonl", **arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "tensor", "cls"),
+    [("m" * 5000, "out", ""), ("m", "t" * 5000, ""), ("m", "out", "c" * 5000), ("m", "out", 3)],
+)
+def test_names_that_no_record_can_have(tmp_path, module, tensor, cls):
+    with TraceWriter(tmp_path / "a.jsonl") as trace:
+        with pytest.raises(TraceError, match="at most 4096 characters"):
+            trace.add(module, "out", tensor, x(), cls=cls)
+        trace.add("m", "out", "out", x())
+    assert [r.seq for r in read(tmp_path / "a.jsonl").records] == [0]
+
+
+def test_names_that_no_header_can_have(tmp_path):
+    for fields in ({"weights": {"w" * 5000: x()}}, {"modules": {"m" * 5000: "M"}}):
+        with pytest.raises(TraceError, match="at most 4096 characters"):
+            TraceWriter(tmp_path / "a.jsonl", **fields)
+    assert not (tmp_path / "a.jsonl").exists()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.devices import Carrier
 from polyattn.hooks.layerwise_offload.guards import guarded
 from polyattn.hooks.layerwise_offload.homes import Homes
-from polyattn.hooks.layerwise_offload.leaves import Leaf, leaves_of, put_data
+from polyattn.hooks.layerwise_offload.leaves import Leaf, leaves_of, plain, put_data
 from polyattn.hooks.layerwise_offload.placement import Placement
 from polyattn.hooks.layerwise_offload.segments import Layout, Segment, bytes_of, segments_of
 from polyattn.hooks.layerwise_offload.survey import Found, Survey, to_stream
@@ -37,6 +38,7 @@ class Attached:
         self._staying: set[int] = set()
         self._some_frozen = any(not p.requires_grad for p in model.parameters())
         self._undo: list[Callable[[], None]] = []
+        self._made_real: list[Tensor] = []  # they had no values, and get none if this fails
         try:
             for index, found in enumerate(survey.units):
                 progress(index, len(survey.units))
@@ -44,8 +46,13 @@ class Attached:
             self._move_outside(survey.outside)
             self._watch()
         except BaseException:
-            self.restore()
+            try:
+                self.restore()
+            finally:
+                for tensor in self._made_real:
+                    on_no_device(tensor)
             raise
+        self._made_real.clear()
 
     # -- to the device and back -------------------------------------------------------------------
 
@@ -53,9 +60,14 @@ class Attached:
         layout = Layout(found.segments)
         origins = [_Origin(segment) for segment in layout.segments]
         home = self.homes.make(layout)
-        for origin in origins:
-            origin.make_real()
-        unit = Unit(index, found.name, found.modules, layout, home)
+        try:
+            with _as_they_were([leaf for segment in layout.segments for leaf in segment.leaves]):
+                for origin in origins:
+                    self._made_real += origin.make_real()
+                unit = Unit(index, found.name, found.modules, layout, home)
+        except BaseException:
+            home.close()
+            raise
         self._undo.append(lambda: self._bring_back(unit, origins))
         self.units.append(unit)
 
@@ -96,13 +108,14 @@ class Attached:
             if origin.device is None:
                 home = self.homes.make(Layout([segment]))
                 given = home.segments()[0]
-                origin.make_real()
+                self._made_real += origin.make_real()
             else:
                 given = bytes_of(segment)
             memory = torch.empty(segment.nbytes, dtype=torch.uint8, device=self.carrier.device)
             memory.copy_(given)
-            for leaf, place in zip(segment.leaves, segment.places, strict=True):
-                put_data(leaf.tensor, place.over(memory))
+            with _as_they_were(segment.leaves):
+                for leaf, place in zip(segment.leaves, segment.places, strict=True):
+                    put_data(leaf.tensor, place.over(memory))
             if origin.device is not None:
                 self._undo.append(lambda segment=segment, device=origin.device: _move(  # type: ignore[misc]
                     segment.leaves, device
@@ -194,12 +207,26 @@ class _Origin:
         tensor = self.leaves[0].tensor
         self.device = None if tensor.is_meta else tensor.device
 
-    def make_real(self) -> None:
-        """Turn tensors that are on no device into tensors on the host, the same objects."""
+    def make_real(self) -> Iterator[Tensor]:
+        """Turn tensors that are on no device into tensors on the host, and yield them."""
         if self.device is not None:
             return
         for leaf in self.leaves:
             _put_on(leaf.tensor, "cpu")
+            yield leaf.tensor
+
+
+@contextmanager
+def _as_they_were(leaves: Sequence[Leaf]) -> Iterator[None]:
+    """Give tensors back the memory that they have now if what is done in the scope fails."""
+    with plain():
+        before = [(leaf.tensor, leaf.tensor.data) for leaf in leaves if not leaf.tensor.is_meta]
+    try:
+        yield
+    except BaseException:
+        for tensor, data in before:
+            put_data(tensor, data)
+        raise
 
 
 def on_no_device(tensor: Tensor) -> None:
@@ -209,12 +236,12 @@ def on_no_device(tensor: Tensor) -> None:
 
 def _put_on(tensor: Tensor, device: str) -> None:
     """Give a tensor memory elsewhere, without values; ``.data`` cannot change the device so."""
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        other: Any = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        other.__class__ = type(tensor)
-    else:
-        other = empty
+    shape, strides = tensor.shape, tensor.stride()
+    with torch.inference_mode(tensor.is_inference()):
+        other: Any = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+            other.__class__ = type(tensor)
     torch.utils.swap_tensors(tensor, other)
 
 

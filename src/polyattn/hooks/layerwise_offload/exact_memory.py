@@ -29,9 +29,10 @@ def locked_bytes() -> int:
 
 def tensor_over(pages: mmap.mmap, offset: int, nbytes: int) -> Tensor:
     """Return a part of mapped memory as a tensor (uint8) whose storage is exactly that part."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset)
+    with torch.inference_mode(False):  # whoever writes to it later may be outside of it
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
 class Block:

@@ -48,8 +48,14 @@ class Leaf:
 
     @property
     def version(self) -> int:
-        """How often it was changed in place; -1 for inference tensors, which do not count."""
-        return -1 if self.tensor.is_inference() else version_of(self.tensor)
+        """How often it was changed in place; -1 for inference tensors, which do not count.
+
+        What was made as one counts nothing either once it has the memory of an ordinary tensor.
+        """
+        try:
+            return version_of(self.tensor)
+        except RuntimeError:
+            return -1
 
     @property
     def address(self) -> int:

@@ -28,18 +28,22 @@ class Place:
     dtype: torch.dtype
     is_conj: bool = False
     is_neg: bool = False
+    is_inference: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> Place:
         """Return the place of a tensor that begins `offset` bytes after its memory does."""
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        return cls(offset, shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        marks = tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
+        return cls(offset, shape, strides, tensor.dtype, *marks)
 
     def over(self, memory: Tensor) -> Tensor:
         """Return the tensor over `memory`, the bytes of the segment (uint8, one dimension)."""
         start = int(memory.storage_offset()) + self.offset
         size = self.dtype.itemsize
-        with torch.inference_mode(False), torch.no_grad():
+        # an inference tensor with the memory of an ordinary one is neither: torch takes it for one
+        # that counts its changes, and fails
+        with torch.inference_mode(self.is_inference), torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=memory.device)
             found = empty.set_(memory.untyped_storage(), start // size, self.shape, self.strides)
             # views that torch only marks, and does not compute: the same bytes, other values

@@ -15,11 +15,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.changes_in_place import Changes
 from polyattn.trace.compare.differences_of_form import Form
 from polyattn.trace.compare.drift import fed
-from polyattn.trace.compare.frames import Frame, ancestors
-from polyattn.trace.compare.judge import Called, Event, coarse
+from polyattn.trace.compare.frames import Frame, ancestors, changed_in_place
+from polyattn.trace.compare.judge import coarse
 from polyattn.trace.compare.not_handed_on import withheld
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import JUMP
@@ -264,7 +265,11 @@ class Walk:
 
 def _fed(event: Event) -> bool:
     """Whether what follows was computed from the reference's tensors instead of these."""
-    return event.drift is not None and fed([one.b for one in event.tensors])
+    if event.drift is None:
+        return False
+    records = [one.b for one in event.tensors]
+    returned = [record for record in records if not changed_in_place(record)]
+    return fed(returned or records)
 
 
 def _said(event: Event) -> str:

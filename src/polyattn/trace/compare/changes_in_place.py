@@ -6,10 +6,10 @@ shows far away, wherever the caller uses that tensor again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.frames import Frame
-from polyattn.trace.compare.judge import Called, Event
 from polyattn.trace.format.record import Record
 
 __all__ = ["Changes"]
@@ -28,10 +28,9 @@ class Changes:
         # the innermost ends first, and the calls around it were given the same tensor
         for frame in sorted(frames, key=lambda one: one.last):
             call = self._of.get(frame)
-            theirs = [] if call is None else call.a.changed
-            for record in _only(frame.changed, theirs):
+            for record in _only(frame.changed, set()) if call is None else _here(call):
                 self._here.setdefault(record.identity, (frame, record))
-            for record in _only(theirs, frame.changed):
+            for record in [] if call is None else _there(call):
                 self._there.setdefault(record.identity, (frame, record))
 
     def behind(self, event: Event) -> tuple[Frame, str | None, str] | None:
@@ -54,13 +53,24 @@ class Changes:
         """What to say of an output that differs where an argument was changed on one side only."""
         if not event.out:
             return ""
-        here = _only(event.call.b.changed, event.call.a.changed)
-        there = _only(event.call.a.changed, event.call.b.changed)
-        found = [f"{one.tensor} is changed in place, and not in the reference" for one in here]
-        found += [f"{one.tensor} is changed in place in the reference only" for one in there]
+        found = [
+            f"{one.tensor} is changed in place, and not in the reference"
+            for one in _here(event.call)
+        ]
+        found += [
+            f"{one.tensor} is changed in place in the reference only" for one in _there(event.call)
+        ]
         return "; ".join(found)
 
 
-def _only(ours: Sequence[Record], theirs: Sequence[Record]) -> list[Record]:
-    paths = {record.tensor for record in theirs}
-    return [one for one in ours if one.sketch is not None and one.tensor not in paths]
+def _here(call: Called) -> list[Record]:
+    """What a call of the port changed in place, and its counterpart did not."""
+    return _only(call.b.changed, {one.b.tensor for one in call.outs.tensors})
+
+
+def _there(call: Called) -> list[Record]:
+    return _only(call.a.changed, {one.a.tensor for one in call.outs.tensors})
+
+
+def _only(changed: Sequence[Record], paired: Set[str]) -> list[Record]:
+    return [one for one in changed if one.sketch is not None and one.tensor not in paired]

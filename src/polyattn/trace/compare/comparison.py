@@ -11,12 +11,14 @@ from polyattn.trace.compare import guards, parameters
 from polyattn.trace.compare import rules as rules_
 from polyattn.trace.compare.alignment import Alignment, align
 from polyattn.trace.compare.blame import Walk
+from polyattn.trace.compare.blamed_weight import blamed_weight, idle_notes
 from polyattn.trace.compare.calibration import Floor, load
+from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.drift import drifts
 from polyattn.trace.compare.frames import Frame
-from polyattn.trace.compare.judge import Called, Event, judge
+from polyattn.trace.compare.judge import judge
 from polyattn.trace.compare.noise import noise_notes
-from polyattn.trace.compare.parameters import Difference, meant
+from polyattn.trace.compare.outputs_compared import output_notes, outputs
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import Thresholds, Tolerance
 from polyattn.trace.compare.verdict import Coverage, Culprit, Guard, Verdict
@@ -101,7 +103,7 @@ class _Comparison:
         weights = parameters.differences(a, b, self.alignment)
         counted = parameters.count(self.alignment)
         sure = walk.culprit if walk.start is None and not unsteady else None
-        culprit = self._parameter(weights, calls) or sure
+        culprit = blamed_weight(weights, calls, walk) or sure
         if culprit is not None and culprit.kind != "parameter":
             others = _others(calls, walk, culprit) if not isolated else _further(walk, culprit)
             culprit = replace(culprit, others=others)
@@ -109,11 +111,12 @@ class _Comparison:
         found = [
             guards.inputs(calls, walk.start, walk.unlike), perturbed,
             guards.weights(counted, weights), steady, steps, guards.dtypes(calls),
-            guards.flags(a, b), guards.ended(a, b),
+            guards.flags(a, b), guards.ended(a, b), outputs(a, b, calls),
         ]  # fmt: skip
         notes += [perturbed.said] if perturbed.holds and perturbed.said else []
+        notes += idle_notes(weights, calls, walk)
         blamed = walk.blamed if _activation(culprit) else None
-        reasons = self._reasons(calls, walk, steps, unsteady, counted)
+        reasons = self._reasons(calls, walk, steps, found[-1], unsteady)
         return Verdict(
             equal=False if culprit is not None else None if reasons else True,
             culprit=culprit,
@@ -126,31 +129,13 @@ class _Comparison:
             port=_path(b.trace),
         )
 
-    def _parameter(self, found: Sequence[Difference], calls: Sequence[Called]) -> Culprit | None:
-        """The first weight that differs, unless another place of its values is without effect."""
-        for one in found:
-            if one.kind == "shape" or meant(one):
-                continue
-            if one.kind == "layout" and _without_effect(one, calls):
-                continue
-            return Culprit(
-                module=one.match.b.name, reference_module=one.match.a.name, kind="parameter",
-                phase="param", at=one.match.b.name, tensor=one.param, error=one.error,
-                threshold=one.threshold, evidence=one.said,
-                others=tuple(dict.fromkeys(
-                    f"{d.match.b.name}.{d.param}" for d in found
-                    if d is not one and d.kind == one.kind
-                )),
-            )  # fmt: skip
-        return None
-
     def _reasons(
         self,
         calls: Sequence[Called],
         walk: Walk,
         steps: Guard,
+        outs: Guard,
         unsteady: Sequence[str],
-        weights: int,
     ) -> list[str]:
         """Why it cannot be said whether the two are the same."""
         found = []
@@ -183,7 +168,9 @@ class _Comparison:
                 "compared with there"
             )
         cut = guards.ended(self.a, self.b)
-        return [*found, cut.said] if cut.holds is False else found
+        found += [cut.said] if cut.holds is False else []
+        lacking = outs.holds is False and any(event.compared for event in events)
+        return [*found, outs.said] if lacking else found
 
     def _nothing_common(self, steps: Guard) -> str:
         a, b = self.a.called(), self.b.called()
@@ -242,7 +229,7 @@ class _Comparison:
                 f"not everything inside {name!r} was fed: have the reference keep it whole "
                 f"(tensors={_pattern(name)!r}) to look further inside"
             )
-        found += noise_notes(calls)
+        found += [*noise_notes(calls), *output_notes(calls)]
         found += floor.notes if floor is not None else ()
         for one in (self.a, self.b):
             lost = len(one.trace.header.weights) - len(one.weights)
@@ -254,11 +241,6 @@ class _Comparison:
 
 def _activation(culprit: Culprit | None) -> bool:
     return culprit is not None and culprit.kind != "parameter"
-
-
-def _without_effect(one: Difference, calls: Sequence[Called]) -> bool:
-    own = [call for call in calls if call.match is one.match and call.ins.agrees]
-    return bool(own) and all(call.outs.agrees for call in own)
 
 
 def _pattern(name: str) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from polyattn.trace.compare import rules as rules_
 from polyattn.trace.compare.alignment import align
+from polyattn.trace.compare.called import Event, Tensor
 from polyattn.trace.compare.differences_of_form import Form
 from polyattn.trace.compare.distance import distance, floating
-from polyattn.trace.compare.judge import Event, Tensor, judge
+from polyattn.trace.compare.judge import judge
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import Thresholds
 from polyattn.trace.format.contents import Trace
@@ -68,7 +69,7 @@ def counterparts(a: Trace, b: Trace, rules: rules_.Given = None) -> Counterparts
             forms.update(key_of(one.b) for one in event.tensors if one.ratio > 1)
         for pair in event.tensors:
             key = key_of(pair.b)
-            if key not in forms and _means_the_same(event, pair):
+            if key not in forms and not _passed_over(pair) and _means_the_same(event, pair):
                 records[key] = pair.a
     return Counterparts(records, frozenset(forms))
 
@@ -80,6 +81,13 @@ def _means_the_same(event: Event, pair: Tensor) -> bool:
     main = measured and pair is next(t for t in event.tensors if floating(t.a.dtype))
     sure = (main and aligned) or (not measured and match.firm)
     return _alike(pair.a, pair.b) and (sure or _near(pair.a, pair.b))
+
+
+def _passed_over(pair: Tensor) -> bool:
+    """Whether it differs without effect, as a mask of the opposite convention: then the port needs
+    its own.
+    """
+    return not pair.distance.comparable and distance(pair.a, pair.b).comparable
 
 
 def _alike(a: Record, b: Record) -> bool:

@@ -10,9 +10,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Set
 
+from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.distance import distance
-from polyattn.trace.compare.frames import Frame
-from polyattn.trace.compare.judge import Called, Event, coarse
+from polyattn.trace.compare.frames import Frame, changed_in_place
+from polyattn.trace.compare.judge import coarse
 from polyattn.trace.format.record import Record
 
 __all__ = ["Form"]
@@ -64,7 +65,10 @@ class Form:
         worst = event.worst
         if worst is None or worst.ratio <= 1:
             return False
-        return not event.call.match.firm or (event.out and not _main_differs(event))
+        if not event.call.match.firm:
+            return True
+        # an argument that both change in place is surely the same thing
+        return event.out and not _main_differs(event) and not changed_in_place(worst.b)
 
     def only(self, event: Event) -> bool:
         """Whether it is: here, or in the same classes elsewhere, later modules agree all the same;
@@ -95,7 +99,7 @@ class Form:
             if one.b.first >= until:
                 break
             if _computed_from(one, there):
-                there.update(record.identity for record in one.b.outs)
+                there.update(record.identity for record in (*one.b.outs, *one.b.changed))
                 continue
             apart = around is None or not one.b.within(around)
             alike = self._tops[one.b] is self._top_of(call.b, one.b)
@@ -154,7 +158,7 @@ def _first_seen(calls: Sequence[Called]) -> dict[tuple[object, ...], float]:
     """When each tensor of the port was recorded for the first time."""
     found: dict[tuple[object, ...], float] = {}
     for call in calls:
-        for record in (*call.b.ins, *call.b.outs):
+        for record in (*call.b.ins, *call.b.outs, *call.b.changed):
             key = record.identity
             found[key] = min(found.get(key, math.inf), record.seq)
     return found

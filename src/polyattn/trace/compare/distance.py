@@ -119,15 +119,20 @@ def _unlike(a: Record, b: Record) -> Distance | None:
     """What is to be said before any number: NaN, infinities, masks, kinds of dtype."""
     if a.bad == a.n:
         return Distance(0.0, False, "the reference is NaN or infinite everywhere")
-    if _mask(a) and _mask(b) and (a.ninf, a.min) != (b.ninf, b.min):
-        same = a.zero == b.zero
-        return Distance(0.0 if same else math.inf, evidence="" if same else "masked elements")
+    if _mask(a) and _mask(b):
+        if a.zero != b.zero or _hidden_elsewhere(a, b):
+            return Distance(math.inf, evidence="masked elements")
+        if (a.ninf, a.min) != (b.ninf, b.min):
+            return Distance(0.0)
+    measured = floating(a.dtype) == floating(b.dtype)
     for name, said in (("nan", "NaN"), ("pinf", "+inf"), ("ninf", "-inf")):
         ours, theirs = getattr(a, name), getattr(b, name)
+        if not measured and name == "ninf":
+            continue  # an additive mask here, a boolean one there
         if ours is not None and theirs is not None and ours != theirs:
             text = f"{theirs} {said}, expected {ours}"
             return Distance(math.inf, why=text, evidence=text)
-    if floating(a.dtype) != floating(b.dtype):
+    if not measured:
         apart = _sketched(a, b)
         if apart is None or apart > 1e-3 * (_norm(a) or 0.0):
             return Distance(0.0, False, f"{a.dtype} here and {b.dtype} in the port")
@@ -143,6 +148,15 @@ def _mask(record: Record) -> bool:
     low = record.min or 0.0
     masked = record.n - record.zero
     return low <= -1e4 and record.l1 is not None and abs(record.l1 + low * masked) <= -1e-6 * low
+
+
+def _hidden_elsewhere(a: Record, b: Record) -> bool:
+    """Whether one of two masks hides what the other shows, at the places that were sampled: what
+    is infinite is in no sketch.
+    """
+    if a.shape != b.shape or not a.samples or not b.samples or len(a.samples) != len(b.samples):
+        return False
+    return any((x == 0) != (y == 0) for x, y in zip(a.samples, b.samples, strict=True))
 
 
 def _sketched(a: Record, b: Record) -> float | None:

@@ -38,7 +38,7 @@ def drifts(frames: Sequence[Frame], reference: Iterable[Record]) -> Drifts:
             scope[frame] = 0 if fed(frame.ins, known) else around + 1
             continue
         found[frame, True] = own = scope.get(frame, 0)
-        if not fed(frame.outs, known):
+        if not fed(frame.outs or frame.changed, known):
             scope[frame.parent] = max(around, own + 1)
     return found
 

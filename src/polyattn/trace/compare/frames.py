@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from polyattn.trace.format.record import Record
 
-__all__ = ["Frame", "ancestors", "frames_of"]
+__all__ = ["Frame", "ancestors", "changed_in_place", "frames_of"]
 
 _COMES_IN = ("in", "grad_out")
 _SLIGHTLY = 1e-4
@@ -51,6 +51,11 @@ class Frame:
         return at is other
 
 
+def changed_in_place(record: Record) -> bool:
+    """Whether a record is of an argument, as the call left it."""
+    return record.phase == "out" and record.tensor.startswith(("args[", "kwargs"))
+
+
 def ancestors(module: str) -> Iterator[str]:
     """Yield the names of the modules around one, from the nearest to the root, "".
 
@@ -86,8 +91,7 @@ def frames_of(records: Sequence[Record]) -> list[Frame]:
 def _place(frame: Frame, record: Record) -> list[Record]:
     if record.phase in _COMES_IN:
         return frame.ins
-    argument = record.phase == "out" and record.tensor.startswith(("args[", "kwargs"))
-    return frame.changed if argument else frame.outs
+    return frame.changed if changed_in_place(record) else frame.outs
 
 
 def _widen(frames: list[Frame]) -> None:
@@ -98,7 +102,8 @@ def _widen(frames: list[Frame]) -> None:
         for frame in frames:
             at = (frame.rank, frame.step, frame.backward)
             far = edge.pop((*at, frame.module), None)
-            if far is not None and not getattr(frame, one_sided):
+            returned = getattr(frame, one_sided) or (frame.changed and not ordered)
+            if far is not None and not returned:
                 if ordered:
                     frame.first = min(frame.first, far - _SLIGHTLY)
                 else:
@@ -116,7 +121,8 @@ def _nest(frames: list[Frame]) -> list[Frame]:
         stack = open_.setdefault((frame.rank, frame.backward), [])
         while stack and stack[-1].last < frame.first:
             stack.pop()
-        around = next((f for f in reversed(stack) if f.last >= frame.last and f.ins + f.outs), None)
+        outer = (f for f in reversed(stack) if f.last >= frame.last)
+        around = next((f for f in outer if f.ins or f.outs or f.changed), None)
         if around is not None:
             frame.parent, frame.depth = around, around.depth + 1
             around.children.append(frame)

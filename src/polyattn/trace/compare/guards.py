@@ -9,8 +9,8 @@ from polyattn.errors import PolyattnError, TraceError
 from polyattn.flags import diff, lines
 from polyattn.trace.compare.alignment import Alignment
 from polyattn.trace.compare.calibration import Floor, build
+from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.distance import floating
-from polyattn.trace.compare.judge import Called, Event
 from polyattn.trace.compare.parameters import Difference
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.verdict import Guard

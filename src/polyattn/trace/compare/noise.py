@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
+from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.counterparts import Key
 from polyattn.trace.compare.distance import distance, floating
-from polyattn.trace.compare.judge import Called, Event
 from polyattn.trace.compare.verdict import Verdict
 from polyattn.trace.format.contents import Trace
 from polyattn.trace.format.record import Record

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from polyattn.trace.compare.called import Called
 from polyattn.trace.compare.frames import Frame
-from polyattn.trace.compare.judge import Called
 from polyattn.trace.compare.side import same_class
 from polyattn.trace.format.record import Record
 

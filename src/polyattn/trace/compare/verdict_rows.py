@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
+from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.drift import fed
 from polyattn.trace.compare.frames import Frame
-from polyattn.trace.compare.judge import Called, Event
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.verdict import Culprit, Row
 
@@ -137,4 +137,6 @@ def _note(call: Called) -> str:
             return "was given something else, and fed the reference's"
         if event.status == "grown":
             return "above the threshold by what it inherits"
+    if (call.a.outs or call.b.outs) and not call.outs.tensors:
+        return "what it returns was not compared"
     return ""

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 __all__ = [
-    "LARGEST_SIZE", "Malformed", "boolean", "integer", "number", "parse", "plain", "shape", "short",
-    "table", "text",
+    "LARGEST_SIZE", "LONGEST_TEXT", "Malformed", "boolean", "integer", "number", "parse", "plain",
+    "shape", "short", "table", "text",
 ]  # fmt: skip
 
 LARGEST_SIZE = 2**62
+LONGEST_TEXT = 4096
+"""Characters of a name: of a module, a class, a tensor."""
 _DIMENSIONS = 64
 _DEPTH = 32
 
@@ -74,7 +76,7 @@ def number(value: object, name: str) -> float | None:
     raise Malformed(f"{name} {short(value)}, not a finite number or null")
 
 
-def text(value: object, name: str, longest: int = 4096) -> str:
+def text(value: object, name: str, longest: int = LONGEST_TEXT) -> str:
     """Return text that can be encoded again."""
     if type(value) is not str or len(value) > longest:
         raise Malformed(f"{name} {short(value)}, not a text of at most {longest} characters")

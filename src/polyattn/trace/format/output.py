@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -17,7 +18,7 @@ try:
 except ImportError:  # Windows: a file is not locked against a second writer
     fcntl = None
 
-__all__ = ["WAYS_OUT", "Output", "process_path", "rank_path"]
+__all__ = ["WAYS_OUT", "Output", "process_path", "rank_path", "tensor_folder"]
 
 
 def process_path(path: str | Path) -> Path:
@@ -37,6 +38,22 @@ def rank_path(path: str | Path, rank: int, world: int) -> Path:
     """
     path = process_path(path)
     return path if world == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def tensor_folder(trace: Path) -> Path:
+    """Return the folder of a trace's whole tensors, which stands beside it.
+
+    Records name it, and no record may name what is elsewhere on some system: characters that might,
+    as a colon, are replaced in it, and a digest keeps two such names apart.
+
+    >>> tensor_folder(Path("run.jsonl")).name, tensor_folder(Path("run-14:30.jsonl")).name
+    ('run.tensors', 'run-14_30-86a26e3e.tensors')
+    """
+    name = "".join(c if c.isprintable() and c not in ":\\" else "_" for c in trace.stem)
+    if name != trace.stem:
+        digest = hashlib.sha256(trace.stem.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+        name = f"{name}-{digest}"
+    return trace.with_name(f"{name}.tensors")
 
 
 WAYS_OUT = (

@@ -26,6 +26,8 @@ from polyattn.trace.isolate.replacing import replaced, replaced_arguments
 from polyattn.trace.isolate.rounding import moved
 from polyattn.trace.isolate.whole_tensors import WholeTensors
 from polyattn.trace.recorders.torch.model_trace import HOOK
+from polyattn.trace.recorders.torch.per_thread import versions
+from polyattn.trace.recorders.torch.tensor_paths import arguments
 
 __all__ = ["Feed", "feeding"]
 
@@ -130,11 +132,13 @@ class _Given:
 
 class _Calls(threading.local):
     def __init__(self) -> None:
-        self.stack: list[int] = []
+        self.stack: list[tuple[int, list[tuple[str, Tensor, int]]]] = []
 
 
 class _Outputs(ForwardHook):
-    """The outer of the two: counts the calls as the trace does, feeds what comes out."""
+    """The outer of the two: counts the calls as the trace does, feeds what comes out, also in
+    arguments that the module changed in place.
+    """
 
     def __init__(self, feed: Feed, name: str, first: int) -> None:
         self.feed, self.name = feed, name
@@ -143,11 +147,19 @@ class _Outputs(ForwardHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Count the call."""
-        self.calls.stack.append(-1 if recomputing() else self._next())
+        call = -1 if recomputing() else self._next()
+        self.calls.stack.append((call, versions(arguments(args, kwargs))))
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return what the reference returned."""
-        call = self.calls.stack.pop()
+        """Return what the reference returned, and leave what it left."""
+        call, given = self.calls.stack.pop()
+        for path, t, version in given:
+            if version_of(t) == version:
+                continue
+            found = self.feed.tensor((self.name, call, "out", path), t)
+            if found is not None:
+                with torch.no_grad():
+                    t.copy_(found)
         return replaced(
             output, "out", lambda path, t: self.feed.tensor((self.name, call, "out", path), t)
         )
@@ -167,7 +179,7 @@ class _Inputs(ForwardHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the reference was given."""
         feed, name = self._outputs.feed, self._outputs.name
-        call = self._outputs.calls.stack[-1]
+        call, _ = self._outputs.calls.stack[-1]
         given: list[_Given] = []
 
         def new(path: str, t: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.trace.recorders.torch.tensor_paths import DEPTH, SCALARS, step_of
+from polyattn.trace.recorders.torch.tensor_paths import DEPTH, NUMBERS, SCALARS, as_tensor, step_of
 
 __all__ = ["replaced", "replaced_arguments"]
 
@@ -41,6 +41,8 @@ def replaced(value: Any, path: str, new: New, depth: int = DEPTH) -> Any:
     if isinstance(value, Tensor):
         found = new(path, value)
         return value if found is None else found
+    if type(value) in (*NUMBERS, bool) and path.startswith("out"):
+        return _number(value, path, new)
     if depth == 0 or isinstance(value, SCALARS):
         return value
     if isinstance(value, dict | Mapping):
@@ -55,6 +57,15 @@ def replaced(value: Any, path: str, new: New, depth: int = DEPTH) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _dataclass(value, path, new, depth)
     return value
+
+
+def _number(value: float, path: str, new: New) -> float:
+    """A number that a module returned, which is recorded as a tensor."""
+    try:
+        found = new(path, as_tensor(value))
+    except (OverflowError, RuntimeError):  # one that no tensor holds is not recorded
+        return value
+    return value if found is None else type(value)(found.item())
 
 
 def _named_tuple(value: Any, path: str, new: New, depth: int) -> Any:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from polyattn.errors import TraceError
+from polyattn.trace.format.field_checks import LONGEST_TEXT
 from polyattn.trace.format.header import Header
 from polyattn.trace.format.output import rank_path
 from polyattn.trace.format.record import PHASES
@@ -70,6 +71,9 @@ class TraceWriter:
                 raise TraceError(f"got fields that no header has: {error}.") from error
         if not 0 <= header.rank < header.world:
             raise TraceError(f"got rank {header.rank} of a world of {header.world}.")
+        for kind, names in (("module", header.modules), ("weight", header.weights)):
+            for name in names:
+                _check_names(**{kind: name})
         self.header = header
         self._lock = threading.Lock()
         self._step: int | None = None
@@ -127,6 +131,7 @@ class TraceWriter:
                 f"got {module!r}, {phase!r}, {tensor!r}, expected a module's name, a phase of "
                 f"{', '.join(PHASES)}, and a tensor's path."
             )
+        _check_names(module=module, tensor=tensor, cls=cls)
         found = _statistics(value, global_shape, start)
         if partial:
             found["partial"] = True
@@ -226,6 +231,18 @@ class _Calls:
             raise TraceError(f"got call={call!r}, expected the number of a call, 0 or more.")
         self.count = max(self.count, call + 1)
         return call
+
+
+def _check_names(**names: Any) -> None:
+    """Raise TraceError for a name that would make the trace one that nobody can read."""
+    for what, name in names.items():
+        if not isinstance(name, str) or len(name) > LONGEST_TEXT:
+            got = f"{name!r:.60}"
+            if isinstance(name, str):
+                got += f"... of {len(name)} characters"
+            raise TraceError(
+                f"got the {what} {got}, expected a text of at most {LONGEST_TEXT} characters."
+            )
 
 
 def _statistics(

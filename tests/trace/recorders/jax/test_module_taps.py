@@ -111,6 +111,41 @@ def test_every_module_is_recorded_by_its_path(made: Any, tmp_path: Path) -> None
         np.testing.assert_allclose(call(model, X), plain, atol=1e-6)  # nothing is left
 
 
+def test_stateful_layers_of_equinox_are_called_as_such(tmp_path: Path) -> None:
+    eqx = pytest.importorskip("equinox")
+    key = jax.random.key(0)
+
+    def made() -> Any:
+        norms = [eqx.nn.BatchNorm(4, "batch", mode="batch") for _ in range(2)]
+        inner = eqx.nn.Sequential([norms[1], eqx.nn.Lambda(jax.nn.relu)])
+        return eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=key), norms[0], inner])
+
+    def call(model: Any, state: Any) -> Any:
+        mapped = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        return mapped(X, state)
+
+    model, state = eqx.nn.make_with_state(made)()
+    plain = call(model, state)
+    with trace(tmp_path / "a.jsonl"), tapped(model) as whole:
+        found = eqx.filter_jit(call)(whole, state)
+        assert isinstance(whole.layers[0], eqx.nn.Linear) and repr(whole) == repr(model)
+    jax.tree_util.tree_map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, plain)
+    ends = [(r.module, r.cls) for r in read(tmp_path / "a.jsonl").records if r.tensor == "out[0]"]
+    assert ends == [
+        ("layers.1", "BatchNorm"), ("layers.2.layers.0", "BatchNorm"), ("layers.2", "Sequential"),
+        ("", "Sequential"),
+    ]  # fmt: skip
+
+
+def test_what_is_tapped_twice_is_recorded_once(tmp_path: Path) -> None:
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    with trace(tmp_path / "a.jsonl"), tapped(model) as once, tapped(once) as twice:
+        twice(X[0])
+    names = [r.module for r in read(tmp_path / "a.jsonl").records if r.phase == "out"]
+    assert [one for one in names if one.startswith("layers")] == ["layers.0", "layers.1"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flax") is None, reason="flax is not installed")
 def test_keyword_arguments_and_gradients(tmp_path: Path) -> None:
     model, _, _ = of_linen()
@@ -130,3 +165,22 @@ def test_keyword_arguments_and_gradients(tmp_path: Path) -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(TraceError, match=r"flax\.linen, flax\.nnx or equinox"), tapped(object()):
         pass
+
+
+def test_the_weights_of_a_model_of_equinox(tmp_path: Path) -> None:
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))  # its activation is a leaf, too
+    with pytest.warns(RuntimeWarning, match="no record"), trace(tmp_path / "a.jsonl", params=model):
+        pass
+    header = read(tmp_path / "a.jsonl").header
+    names = [f"layers.{at}.{name}" for at in range(2) for name in ("weight", "bias")]
+    assert list(header.weights) == names and header.dtypes == {"float32": 4}
+    assert header.weights["layers.0.weight"]["shape"] == [8, 4]
+
+
+def test_leaves_of_params_that_are_no_arrays_of_numbers(tmp_path: Path) -> None:
+    others = {"key": jax.random.key(0), "scale": 1.0, "f": jax.nn.relu, "text": np.array(["a"])}
+    params = {"w": X, "half": np.ones(3, np.float16), **others}
+    with pytest.warns(RuntimeWarning, match="no record"), trace(tmp_path / "a", params=params):
+        pass
+    assert set(read(tmp_path / "a").header.weights) == {"w", "half"}

@@ -223,6 +223,8 @@ def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:
         pass
     with pytest.raises(TraceError, match="expected numbers"), trace(tmp_path / "c"):
         tap(jax.random.key(0), "m")
+    with pytest.raises(TraceError, match="at most 4096"), trace(tmp_path / "n"):
+        tap({"k" * 5000: jnp.ones(2)}, "a")
     with pytest.raises(TraceError, match="a phase of"), trace(tmp_path / "d"):
         tap(jnp.ones(3), "m", "grad_out")
     with pytest.raises(ZeroDivisionError), trace(tmp_path / "e") as run:

@@ -33,6 +33,9 @@ def agree(found: Trace, expected: Trace, tolerance: float) -> None:
 
     assert frame(found) == frame(expected)
     for a, b in zip(found.records, expected.records, strict=True):
+        assert a.extra == b.extra  # of what is no tensor
+        if a.sketch is None:
+            continue
         assert a.l2 == pytest.approx(b.l2, rel=tolerance), a
         assert a.samples == pytest.approx(b.samples, rel=tolerance, abs=tolerance), a
     assert found.ended
@@ -67,6 +70,35 @@ def test_steps_calls_and_shapes_are_those_of_the_run(tmp_path: Path, backend: st
         (step, step, phase, (step + 2, 8)) for step in (1, 2, 3) for phase in ("in", "out")
     ]
     assert sum(r.tensor == "kwargs.scale" for r in roots) == 3
+
+
+class Several(nn.Module):
+    """Returns what is no tensor as well, the length of its input among it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": x + 1, "length": x.shape[0], "name": "several", "none": None}
+
+
+class UsesThem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = Several()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.several(x)
+        return found["y"] * found["length"]
+
+
+def test_what_is_no_tensor_is_noted(tmp_path: Path) -> None:
+    model = UsesThem()
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    with torch.no_grad(), trace(model, tmp_path / "run.jsonl"):
+        for size in (3, 4):
+            assert compiled(torch.ones(size, 8)).max() == 2 * size
+    found = [r for r in read(tmp_path / "run.jsonl").records if r.module == "several"]
+    kinds = {r.tensor: r.extra["note"].partition(" that")[0] for r in found if r.extra}
+    assert kinds == {"out.length": "a number", "out.name": "a str"}
+    assert [r.shape for r in found if r.tensor == "out.y"] == [(3, 8), (4, 8)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyattn.hooks import compare, trace
+from polyattn.hooks import assert_same_activations, compare, trace
 from polyattn.trace import read
 from polyattn.trace.compare import Verdict
 
@@ -108,3 +108,79 @@ def test_an_output_beside_a_change_in_place_says_so(tmp_path: Path) -> None:
     verdict = compared(reference, port, tmp_path)
     assert verdict.culprit is not None and verdict.culprit.module == ""
     assert "args[0] is changed in place, and not in the reference" in str(verdict)
+
+
+class Write(nn.Module):
+    """Returns nothing: what it computes is in a buffer of the caller's."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), torch.sigmoid if wrong else torch.tanh
+
+    def forward(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(self.act(self.linear(x)))
+
+
+class Hands(nn.Module):
+    """Hands a buffer that is filled with anything to `write`, perhaps as a keyword."""
+
+    def __init__(self, wrong: bool = False, held: float = 0.0, keyword: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.write, self.last = Write(wrong), nn.Linear(8, 8)
+        self.held, self.keyword = held, keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.full_like(x, self.held)
+        if self.keyword:
+            self.write(x, out=out)
+        else:
+            self.write(x, out)
+        found: Tensor = self.last(out)
+        return found
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_what_both_write_is_compared(tmp_path: Path, keyword: bool) -> None:
+    verdict = compared(Hands(), Hands(wrong=True, keyword=keyword), tmp_path)
+    culprit = verdict.culprit
+    assert culprit is not None and (culprit.module, culprit.kind) == ("write", "output")
+    assert culprit.tensor == ("kwargs.out" if keyword else "args[1]") and culprit.between == ()
+    assert "changed in place" not in culprit.evidence  # on one side only
+    assert compared(Hands(), Hands(keyword=keyword), tmp_path).equal is True
+
+
+def test_a_model_that_only_writes() -> None:
+    given = (X, torch.zeros(4, 8))
+    right, wrong = Hands().write, Hands(wrong=True).write
+    assert assert_same_activations(right, right, given).equal is True
+    with pytest.raises(AssertionError, match="the output of the model") as caught:
+        assert_same_activations(right, wrong, given)
+    assert caught.value.verdict.culprit.tensor == "args[1]"  # type: ignore[attr-defined]
+
+
+def test_what_a_buffer_held_before_is_nobodys_fault(tmp_path: Path) -> None:
+    """Whatever `torch.empty` found there: both write over it."""
+    verdict = compared(Hands(), Hands(held=3.0), tmp_path)
+    assert verdict.equal is True, str(verdict)
+    row = next(row for row in verdict.rows if row.module == "write")
+    assert row.verdict == "same" and row.error_out == 0
+
+
+def test_what_is_added_to_another_buffer_is_the_callers_fault(tmp_path: Path) -> None:
+    """It differs before and after: the module may well be right."""
+    reference, port = Skips(), Skips()
+    port.load_state_dict(reference.state_dict())
+    reference.add.in_place = port.add.in_place = True
+    port.first = Doubled(port.first)
+    verdict = compared(reference, port, tmp_path)
+    assert verdict.culprit is not None and verdict.culprit.module == "first", str(verdict)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias = inner.weight, inner.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(x, self.weight, self.bias)

@@ -71,7 +71,8 @@ class AcceleratorCarrier(Carrier):
 
     def slot(self, nbytes: int) -> Tensor:
         self._drop_retired()
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # whoever fills it later may be outside of it
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def use_readers(self, count: int) -> None:
         self._reader.use(count)

@@ -91,7 +91,10 @@ class SimulatedCarrier(Carrier):
         handed = memory[:]
         gone = weakref.finalize(handed, self._given_back, memory)
         gone.atexit = False
-        return torch.frombuffer(handed, dtype=torch.uint8, count=nbytes) if nbytes else _nowhere()
+        with torch.inference_mode(False):  # whoever fills it later may be outside of it
+            if not nbytes:
+                return torch.empty(0, dtype=torch.uint8)
+            return torch.frombuffer(handed, dtype=torch.uint8, count=nbytes)
 
     def _given_back(self, memory: np.ndarray) -> None:
         with self._lock:
@@ -262,10 +265,6 @@ class SimulatedCarrier(Carrier):
 
 def _nothing() -> None:
     return None
-
-
-def _nowhere() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8)
 
 
 def _copier(given: Tensor, address: int) -> Callable[[], None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
@@ -28,9 +29,9 @@ def tapped(model: Any) -> Iterator[Any]:
     """Tap what goes into each module of a model and what comes out; yields the model to call.
 
     `model`: a ``flax.linen.Module``, whose `apply` is called within; a ``flax.nnx.Module``, called
-    within; or an ``equinox.Module``: then what it yields is called, whose modules are wrapped (they
-    hand on every attribute, but are of another class). Arrays that are no numbers, such as keys of
-    random generators, are passed over. Without a trace nothing is recorded, see
+    within; or an ``equinox.Module``: then what it yields is called, whose modules are of subclasses
+    of their classes. Arrays that are no numbers, such as keys of random generators, are passed
+    over. Without a trace nothing is recorded, see
     :func:`~polyattn.trace.recorders.jax.tap.tap`; the with block is to be inside of the trace's, or
     around it.
 
@@ -133,36 +134,47 @@ def _wrapped(value: Any, path: tuple[str, ...]) -> Any:
         return {name: _wrapped(one, (*path, str(name))) for name, one in value.items()}
     if not isinstance(value, sys.modules["equinox"].Module) or not is_dataclass(value):
         return value
-    made = object.__new__(type(value))
-    for field in fields(value):
-        if hasattr(value, field.name):
-            one = getattr(value, field.name)
-            object.__setattr__(made, field.name, _wrapped(one, (*path, field.name)))
+    if _NAME in vars(value):
+        value = _untapped(value)
+    own = {field.name for field in fields(value)}
+    held = {
+        name: _wrapped(one, (*path, name)) if name in own else one
+        for name, one in vars(value).items()
+    }
+    kind: Any = type(value)
     if not callable(value):
-        return made
-    return _wrapper()(made, ".".join(path), type(value).__name__)
+        return _made(kind, held)
+    return _made(_tapped_kind(kind), held | {_NAME: ".".join(path)})
 
 
-@functools.cache
-def _wrapper() -> Any:
-    equinox = sys.modules["equinox"]
+def _made(kind: type, held: dict[str, Any]) -> Any:
+    """An equinox module of a class, with these attributes: they cannot be set later."""
+    made: Any = object.__new__(kind)
+    for name, one in held.items():
+        object.__setattr__(made, name, one)
+    return made
 
-    class Tapped(equinox.Module):  # type: ignore[misc, name-defined]
-        """A module whose calls are tapped; it hands on every other attribute."""
 
-        inner: Any
-        path: str = equinox.field(static=True)
-        kind: str = equinox.field(static=True)
+def _untapped(module: Any) -> Any:
+    """The module of the class that a tapped one's is derived from."""
+    held = {name: one for name, one in vars(module).items() if name != _NAME}
+    return _made(type(module).__bases__[0], held)
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return _through(self.path, self.kind, self.inner, args, kwargs)
 
-        def __getattr__(self, name: str) -> Any:
-            if name == "inner":  # while it is being made
-                raise AttributeError(name)
-            return getattr(self.inner, name)
+@functools.cache  # JAX keeps every class of modules for good, too
+def _tapped_kind(kind: Any) -> type:
+    """A class of modules whose calls are tapped: one of its own, so that others may ask for it."""
 
-    return Tapped
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _through(getattr(self, _NAME), kind.__name__, _untapped(self), args, kwargs)
+
+    def body(namespace: dict[str, Any]) -> None:
+        path = sys.modules["equinox"].field(static=True, default="", kw_only=True, repr=False)
+        namespace.update({"__annotations__": {_NAME: str}, _NAME: path, "__call__": run})
+        for name in ("__doc__", "__module__", "__qualname__"):
+            namespace[name] = getattr(kind, name)
+
+    return types.new_class(kind.__name__, (kind,), {}, body)
 
 
 _WAYS: dict[str, Callable[[Any], Any]] = {

@@ -17,6 +17,7 @@ import numpy as np
 from polyattn.errors import TraceError
 from polyattn.trace.format.header import Header
 from polyattn.trace.recorders.jax.active_trace import Active, Rank, Tapped, as_active, free, occupy
+from polyattn.trace.recorders.jax.device_statistics import supported
 from polyattn.trace.recorders.jax.native_lines import NativeLines, is_row
 from polyattn.trace.recorders.jax.native_taps import place_of, tapped_at, works
 from polyattn.trace.recorders.jax.python_taps import PythonTaps
@@ -42,8 +43,9 @@ def trace(path: str | Path, **options: Any) -> JaxTrace:
 class JaxTrace:
     """A context manager: what this thread runs inside of it is recorded by its taps.
 
-    `params`: a pytree of the weights; their fingerprints go into the header, each named by its
-    path joined with dots (``blocks.0.attn.weight``), which `name_of` may rewrite. `layers`: only
+    `params`: a pytree of the weights, as a model of equinox is one; their fingerprints go into the
+    header, each named by its path joined with dots (``blocks.0.attn.weight``), which `name_of` may
+    rewrite. Leaves that are no arrays of numbers, as functions, are passed over. `layers`: only
     taps in whose module's name this regular expression is found. `steps`: only these of
     :meth:`step`. `gradients`: also the gradients of inputs and outputs that pass the taps (a
     program under forward-mode differentiation cannot have that). `ordered`: the order of the
@@ -215,8 +217,9 @@ def _compiled(layers: Any) -> re.Pattern[str]:
 
 
 def _named(params: Any, name_of: Callable[[str], str] | None) -> dict[str, Any]:
-    """The weights by name."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    """The weights by name: a model is a tree of functions, keys and Python's numbers as well."""
+    every = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves = [(path, leaf) for path, leaf in every if _is_weight(leaf)]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     found = {name if name_of is None else name_of(name): leaf for name, leaf in named.items()}
     if len(found) < len(leaves):
@@ -224,6 +227,16 @@ def _named(params: Any, name_of: Callable[[str], str] | None) -> dict[str, Any]:
             f"got {len(leaves)} weights and {len(found)} names, expected a name each: see name_of."
         )
     return found
+
+
+def _is_weight(leaf: Any) -> bool:
+    """Whether a leaf is an array of numbers, as far as JAX can tell."""
+    if not hasattr(leaf, "dtype"):
+        return False
+    try:
+        return supported(leaf.dtype)
+    except TypeError:  # an array of another library, whose fingerprint is tried
+        return True
 
 
 def _header(

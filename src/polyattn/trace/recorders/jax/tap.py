@@ -14,6 +14,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from polyattn.errors import TraceError
+from polyattn.trace.format.field_checks import LONGEST_TEXT
 from polyattn.trace.recorders.jax.active_trace import Active, Tapped, active, deliver, deliver_part
 from polyattn.trace.recorders.jax.device_statistics import supported, vector
 from polyattn.trace.recorders.jax.host_statistics import host_vector, ready
@@ -95,6 +96,11 @@ def _leaf(run: Active, x: Any, place: tuple[str, str, str, str]) -> Any:
         return x
     if not supported(x.dtype):
         raise TraceError(f"got the tap {place[0]!r} of dtype {x.dtype}, expected numbers.")
+    if len(max(place, key=len)) > LONGEST_TEXT:
+        raise TraceError(
+            f"got a tap of {place[0][:60]!r} with a name of {len(max(place, key=len))} characters, "
+            f"expected at most {LONGEST_TEXT} of the module, the tensor's path and the class."
+        )
     _record(run, lax.stop_gradient(x), place)
     module, phase, name, cls = place
     if run.gradients and phase in _GRADIENTS and jnp.issubdtype(x.dtype, jnp.inexact):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import MissingDependency, TraceError
-from polyattn.trace.format.output import WAYS_OUT
+from polyattn.trace.format.output import WAYS_OUT, tensor_folder
 
 __all__ = ["KEY", "Saving", "TensorFolder"]
 
@@ -41,7 +41,7 @@ class TensorFolder:
                 "got tensors=..., which needs the package safetensors to write whole tensors: "
                 "pip install safetensors, or leave tensors out and record statistics only."
             )
-        self.path = trace.with_name(f"{trace.stem}.tensors")
+        self.path = tensor_folder(trace)
         self._limit = limit
         self._waiting = 0
         self._room = threading.Condition()

@@ -12,10 +12,11 @@ from torch import nn
 
 from polyattn import settings
 from polyattn.errors import TraceError
+from polyattn.trace.format.field_checks import LONGEST_TEXT
 from polyattn.trace.format.header import Header
 from polyattn.trace.recorders.torch.weights import weight_fingerprints
 
-__all__ = ["header_of", "rank_and_world"]
+__all__ = ["header_of", "rank_and_world", "refuse_long_names"]
 
 _LIBRARIES = ("torch", "transformers", "diffusers", "accelerate", "safetensors", "triton", "numpy")
 
@@ -37,6 +38,21 @@ def rank_and_world() -> tuple[int, int]:
         f"got RANK={rank!r} and WORLD_SIZE={world!r}, expected a number below another one, as a "
         "launcher sets them; unset both for a run of one process."
     )
+
+
+def refuse_long_names(model: nn.Module) -> None:
+    """Raise TraceError for a model whose trace nobody could read: some name of it is too long."""
+    modules = dict(model.named_modules())
+    classes = {type(one).__name__: None for one in modules.values()}
+    parameters = dict(model.named_parameters())
+    for what, names in (("module", modules), ("class", classes), ("parameter", parameters)):
+        longest = max(names, key=len, default="")
+        if len(longest) > LONGEST_TEXT:
+            raise TraceError(
+                f"got a {what} of this {type(model).__name__:.80} whose name has {len(longest)} "
+                f"characters ({longest[:60]!r}...), expected at most {LONGEST_TEXT}: "
+                "rename it, or trace a part of the model."
+            )
 
 
 def header_of(

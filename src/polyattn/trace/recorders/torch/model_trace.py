@@ -18,7 +18,7 @@ from polyattn.torch.internals import unwrapped
 from polyattn.trace.format.output import rank_path
 from polyattn.trace.format.sink import JsonlSink
 from polyattn.trace.recorders.torch.full_tensors import TensorFolder
-from polyattn.trace.recorders.torch.heading import header_of, rank_and_world
+from polyattn.trace.recorders.torch.heading import header_of, rank_and_world, refuse_long_names
 from polyattn.trace.recorders.torch.perturbation import Perturbation, perturbation_of
 from polyattn.trace.recorders.torch.recorder import Recorder
 from polyattn.trace.recorders.torch.trace_hook import TraceHook
@@ -108,6 +108,7 @@ class ActivationTrace:
         self.steps = choose_steps(steps)
         found = _without_scripted(choose_modules(model, layers) | whole)
         _refuse_traced(model, found)
+        refuse_long_names(model)
         rank, world = rank_and_world()
         selection = {
             "layers": described(layers), "stats": [*chosen.names, *(n for n, _ in chosen.custom)],

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from polyattn.hooks.manager import ModuleHookManager
+from polyattn.trace.format.output import tensor_folder
 from polyattn.trace.format.record import line_of
 from polyattn.trace.recorders.torch.model_trace import HOOK, ActivationTrace
 from polyattn.trace.recorders.torch.recorder import Recorder
@@ -50,7 +51,7 @@ class Earlier:
         number = 0
         while (new := path.with_name(f"{path.stem}.earlier{number}{path.suffix}")).exists():
             number += 1
-        for old, to in ((path, new), (_folder(path), _folder(new))):
+        for old, to in ((path, new), (tensor_folder(path), tensor_folder(new))):
             if old.exists():
                 old.rename(to)
                 self._moved.append((old, to))
@@ -85,8 +86,8 @@ class Earlier:
             return
         for path, _ in self._parts:
             path.unlink(missing_ok=True)
-            if _folder(path).is_dir() and not any(_folder(path).iterdir()):
-                _folder(path).rmdir()
+            if tensor_folder(path).is_dir() and not any(tensor_folder(path).iterdir()):
+                tensor_folder(path).rmdir()
 
     def restore(self) -> None:
         """Have the parts' files under their own names again: there is no trace of the model."""
@@ -104,10 +105,6 @@ def hook_of(module: nn.Module) -> Any:
     return None if scripted else ModuleHookManager.of(module).get(HOOK)
 
 
-def _folder(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.tensors")
-
-
 def _raw(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file that this process wrote, without the header."""
     with path.open("rb") as lines:
@@ -121,8 +118,8 @@ def _line(raw: dict[str, Any], names: dict[str, str], first: int, path: Path, to
     if raw.get("same") is not None:
         raw["same"] += first
     if raw.get("file") is not None:
-        old = _folder(path) / Path(raw["file"]).name
-        new = _folder(to) / f"{int(old.stem) + first}{old.suffix}"
+        old = tensor_folder(path) / Path(raw["file"]).name
+        new = tensor_folder(to) / f"{int(old.stem) + first}{old.suffix}"
         new.parent.mkdir(exist_ok=True)
         if old.exists():  # it is that of several records
             old.rename(new)

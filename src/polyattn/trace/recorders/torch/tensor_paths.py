@@ -2,7 +2,7 @@
 
 Tuples, lists, dictionaries, named tuples, dataclasses and what derives from them (ModelOutput of
 transformers, BaseOutput of diffusers) are looked into; other objects are not. torch.compile traces
-this too, so it stays plain.
+this too, so it stays plain. Of what a module returns, what is no tensor is found as well.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["DEPTH", "SCALARS", "Unreadable", "arguments", "leaves", "step_of"]
+__all__ = [
+    "DEPTH", "NUMBERS", "SCALARS", "Unreadable", "arguments", "as_tensor", "instead", "leaves",
+    "outputs", "step_of",
+]  # fmt: skip
 
 Leaves = list[tuple[str, Tensor]]
+Others = list[tuple[str, Any]]
 
 DEPTH = 8
 """How many containers inside each other are looked into."""
-_LONGEST = 200
+_LONGEST, _LONGEST_NAME = 200, 400
+"""Characters of a step of a path, of a key and of an attribute: a reader takes 4096 in all."""
+_MANY = 16
+"""From how many numbers or texts on a list of nothing else is not recorded one by one."""
 
 
 class Unreadable:
@@ -29,6 +37,13 @@ class Unreadable:
 
     def __init__(self, value: object, error: Exception) -> None:
         self.kind, self.error = type(value).__name__, error
+
+    @classmethod
+    def no_tensor(cls, kind: str) -> Unreadable:
+        """Return what stands for an object of that class, which is not looked into."""
+        found = cls(None, TypeError("no tensor"))
+        found.kind = kind
+        return found
 
 
 def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leaves:
@@ -48,9 +63,9 @@ def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leaves:
             _walk(value, f"args[{index}]", found, DEPTH)
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
-            found.append((f"kwargs.{name}", value))
+            found.append((f"kwargs.{name[:_LONGEST_NAME]}", value))
         elif not isinstance(value, SCALARS):
-            _walk(value, f"kwargs.{name}", found, DEPTH)
+            _walk(value, f"kwargs.{name[:_LONGEST_NAME]}", found, DEPTH)
     return found
 
 
@@ -68,27 +83,79 @@ def leaves(value: Any, path: str) -> Leaves:
     return found
 
 
+def outputs(value: Any, path: str) -> tuple[Leaves, Others]:
+    """Return the tensors in what a module returned, and what else is in it but None.
+
+    >>> outputs([torch.ones(1), 2.5, None, "text"], "out")
+    ([('out[0]', tensor([1.]))], [('out[1]', 2.5), ('out[3]', 'text')])
+    """
+    if isinstance(value, Tensor):
+        return [(path, value)], []
+    found: Leaves = []
+    others: Others = []
+    _walk(value, path, found, DEPTH, others)
+    return found, others
+
+
+def instead(others: Others) -> list[tuple[str, Any]]:
+    """Return what is recorded of what is no tensor: of a number its tensor, of anything else that
+    it is not read, so that nobody takes it for compared.
+    """
+    return [(path, _instead(value)) for path, value in others]
+
+
+def _instead(value: Any) -> Tensor | Unreadable:
+    if isinstance(value, NUMBERS):
+        try:
+            return as_tensor(value)
+        except (OverflowError, RuntimeError) as error:
+            return Unreadable(value, error)
+    return Unreadable.no_tensor(type(value).__name__)
+
+
+def as_tensor(value: float) -> Tensor:
+    """Return a number of Python's as the tensor that is recorded of it.
+
+    >>> as_tensor(2), as_tensor(True), as_tensor(0.1)
+    (tensor(2), tensor(True), tensor(0.1000, dtype=torch.float64))
+    """
+    dtype = torch.float64 if isinstance(value, float) else None
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+NUMBERS = (int, float)
 SCALARS = (str, int, float, bool, bytes, type(None))
 
 
-def _walk(value: Any, path: str, found: Leaves, depth: int) -> None:
+def _walk(value: Any, path: str, found: Leaves, depth: int, others: Others | None = None) -> None:
     if isinstance(value, Tensor):
         found.append((path, value))
-        return
-    if depth == 0 or isinstance(value, SCALARS):
-        return
-    if isinstance(value, dict | Mapping):
+    elif depth == 0 or isinstance(value, SCALARS):
+        if others is not None and value is not None:
+            others.append((path, value))
+    elif isinstance(value, dict | Mapping):
         for key, one in value.items():
-            _walk(one, path + step_of(key), found, depth - 1)
+            _walk(one, path + step_of(key), found, depth - 1, others)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         for name, one in zip(value._fields, value, strict=False):
-            _walk(one, f"{path}.{name}", found, depth - 1)
+            _walk(one, f"{path}.{name[:_LONGEST_NAME]}", found, depth - 1, others)
     elif isinstance(value, tuple | list):
+        if others is not None and len(value) >= _MANY and _plain(value):
+            others.append((path, value))
+            return
         for index, one in enumerate(value):
-            _walk(one, f"{path}[{index}]", found, depth - 1)
+            _walk(one, f"{path}[{index}]", found, depth - 1, others)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _walk(getattr(value, field.name, None), f"{path}.{field.name}", found, depth - 1)
+            one = getattr(value, field.name, None)
+            _walk(one, f"{path}.{field.name[:_LONGEST_NAME]}", found, depth - 1, others)
+    elif others is not None:
+        others.append((path, value))
+
+
+def _plain(values: tuple[Any, ...] | list[Any]) -> bool:
+    first = isinstance(values[0], SCALARS) and values[0] is not None
+    return first and all(isinstance(one, SCALARS) for one in values)
 
 
 def step_of(key: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +21,20 @@ from torch.compiler import is_dynamo_compiling
 from polyattn.hooks.forward_hook import ForwardHook
 from polyattn.torch.internals import below_autograd, run_uncompiled
 from polyattn.trace.recorders.torch.lines import head_of
-from polyattn.trace.recorders.torch.tensor_paths import Unreadable, arguments, leaves
+from polyattn.trace.recorders.torch.tensor_paths import (
+    NUMBERS,
+    Unreadable,
+    arguments,
+    instead,
+    outputs,
+)
 
 if TYPE_CHECKING:
     from polyattn.trace.recorders.torch.recorder import Recorder
 
 __all__ = ["TraceHook"]
+
+Others = Sequence[tuple[str, Any]]
 
 
 class TraceHook(ForwardHook):
@@ -74,10 +82,11 @@ class TraceHook(ForwardHook):
     def post_forward(self, module: nn.Module, output: Any) -> None:
         """Record what comes out."""
         if is_dynamo_compiling():
-            _call_in_graph(self, "out", leaves(output, "out"))
+            _call_in_graph(self, "out", *outputs(output, "out"))
         elif module is self.module():
             try:
-                found: Any = leaves(output, "out")
+                tensors, others = outputs(output, "out")
+                found: Any = [*tensors, *instead(others)] if others else tensors
             except Exception as error:
                 found = [("out", Unreadable(output, error))]
             self.recorder.leave(self, found)
@@ -103,8 +112,15 @@ _numbers = itertools.count()
 _hooks: weakref.WeakValueDictionary[int, TraceHook] = weakref.WeakValueDictionary()
 
 
-def _call_in_graph(hook: TraceHook, phase: str, found: list[tuple[str, Tensor]]) -> None:
-    what = "\n".join([phase, *[path for path, _ in found]])
+def _call_in_graph(
+    hook: TraceHook, phase: str, found: list[tuple[str, Tensor]], others: Others = ()
+) -> None:
+    """Of what is no tensor only the class is told: numbers may be those of a graph."""
+    kinds = [
+        f"{path}\t{'number' if isinstance(one, NUMBERS) else type(one).__name__}"
+        for path, one in others
+    ]
+    what = "\n".join([phase, *[path for path, _ in found], *kinds])
     trace_call(hook.order, hook.number, [one for _, one in found], what)
 
 
@@ -113,7 +129,9 @@ def _run(order: Tensor, number: Tensor, tensors: list[Tensor], what: str) -> Non
     if hook is None:  # its trace has ended
         return
     phase, *paths = what.split("\n")
-    found = list(zip(paths, tensors, strict=True))
+    found: list[tuple[str, Any]] = list(zip(paths, tensors, strict=False))
+    for path, _, kind in (one.partition("\t") for one in paths[len(tensors) :]):
+        found.append((path, Unreadable.no_tensor(kind)))
     if phase == "in":
         hook.recorder.enter(hook, found, compiled=True)
     else:

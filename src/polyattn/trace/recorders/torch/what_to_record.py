@@ -11,6 +11,7 @@ from torch import nn
 
 from polyattn.errors import TraceError, near_matches
 from polyattn.settings import steps_of
+from polyattn.trace.format.field_checks import LONGEST_TEXT
 from polyattn.trace.format.record import Record
 from polyattn.trace.recorders.torch.user_statistics import Custom
 from polyattn.trace.statistics.schema import DEFAULT_STATISTICS, MOMENTS, SCHEMA, STATISTICS
@@ -188,10 +189,12 @@ def choose_statistics(stats: Iterable[str | Custom] | None) -> Chosen:
 
 def _custom(one: Any) -> Custom:
     pair = isinstance(one, tuple | list) and len(one) == 2
-    if not pair or not isinstance(one[0], str) or not callable(one[1]) or one[0] in _RESERVED:
+    named = pair and isinstance(one[0], str) and len(one[0]) <= LONGEST_TEXT
+    if not named or not callable(one[1]) or one[0] in _RESERVED:
         raise TraceError(
-            f"got the statistic {one!r:.80}, expected a name, or a pair of a name of your own, or "
-            f"one of {', '.join((*_ALWAYS, *MOMENTS))}, and a function of a tensor."
+            f"got the statistic {one!r:.80}, expected a name, or a pair of a name of your own, "
+            f"of at most {LONGEST_TEXT} characters, or one of {', '.join((*_ALWAYS, *MOMENTS))}, "
+            "and a function of a tensor."
         )
     return one[0], one[1]
 
