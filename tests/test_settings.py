@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from polyattn import SettingsError, settings
+from polyattn.cli import main
 from polyattn.problem import MaskFacts, Problem
 from polyattn.selection import scopes
+from polyattn.tuning import Key, Measurement, TuningTable
 from polyattn.tuning.lookup import problem_class
 
 
@@ -93,6 +95,55 @@ def test_a_change_of_any_variable_is_seen(variable: str, monkeypatch: pytest.Mon
 def test_a_value_that_means_nothing_lists_the_valid_ones(variable: str) -> None:
     with pytest.raises(SettingsError, match=rf"got POLYATTN_{variable}='maybe', expected one of"):
         settings.Settings.parse({f"POLYATTN_{variable}": "maybe"})
+
+
+@pytest.mark.parametrize("variable", ["CACHE_DIR", "TRACE_OUTPUT"])
+def test_a_home_that_is_none_is_an_error_that_says_what_to_write(variable: str) -> None:
+    said = rf"got POLYATTN_{variable}='~nobodyhere/x'.* without ~"
+    with pytest.raises(SettingsError, match=said):
+        settings.Settings.parse({f"POLYATTN_{variable}": "~nobodyhere/x"})
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "POLYATTN_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+def test_without_a_home_the_table_is_in_memory_and_says_so(homeless: None) -> None:
+    found = settings.Settings.parse({})
+    assert found.cache_dir == settings.NO_HOME
+    assert settings.Settings.parse({"XDG_CACHE_HOME": "/c"}).cache_dir == Path("/c/polyattn")
+    assert settings.Settings.parse({"HOME": "/home/me"}).cache_dir.parts[2] == "me"
+    with pytest.raises(SettingsError, match="without ~"):
+        settings.Settings.parse({"POLYATTN_CACHE_DIR": "~/x"})
+    key = Key("cpu:x86-64 avx2 2 threads", "polyattn=0.1.0 torch=2.13.0", '{"T":128}')
+    one = Measurement("sdpa_math", "{}", 4e-5, 3e-5, 5e-5, 20, 1e-7, 1e-6, verified=True)
+    with TuningTable(found.cache_dir / "tuning.sqlite3") as table:
+        assert table.best(key) == []
+        table.record(key, [one])
+        assert [row.backend for row in table.best(key)] == ["sdpa_math"]
+        assert not table.persistent
+        (said,) = table.notices
+    assert "no home directory" in said and "kept in memory" in said
+
+
+def test_without_a_home_calls_and_commands_run(
+    homeless: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings.reload()
+    try:
+        assert main(["explain", "--q", "1,128,8,64", "--device", "zen4", "--causal"]) == 0
+        main(["doctor"])
+    finally:
+        settings.reload()
+    assert "no home directory" in capsys.readouterr().out
 
 
 def test_a_change_is_seen_and_forgets_choices(monkeypatch: pytest.MonkeyPatch) -> None:

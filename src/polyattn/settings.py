@@ -21,12 +21,14 @@ from polyattn import epoch
 from polyattn.errors import SettingsError, near_matches
 
 __all__ = [
-    "BACKEND", "NATIVE_ISAS", "VARIABLES", "Settings", "compiler", "current", "raw", "reload",
-    "rows", "steps_of", "variable", "within",
+    "BACKEND", "NATIVE_ISAS", "NO_HOME", "VARIABLES", "Settings", "compiler", "current", "raw",
+    "reload", "rows", "steps_of", "variable", "within",
 ]  # fmt: skip
 
 NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon", "amx", "amx_twin")
 """The instruction sets that the native kernels know; which are here, ``polyattn.native`` says."""
+NO_HOME = Path(os.devnull, "no home directory")
+"""The cache directory where there is no home: nothing can be in it, and notices name it."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,19 @@ def _switch(words: _Values, on: str) -> _Values:
     return _Values(lambda environ, variable: words.read(environ, variable) == on, words.said)
 
 
+def _expanded(path: str, variable: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # a user that is not here, or one without a home
+        raise SettingsError(
+            f"got {variable}={path!r}, expected a path whose ~ is a home directory, and it is none "
+            f"here ({str(error).rstrip('.')}); write the path without ~."
+        ) from None
+
+
 def _path(default: str) -> _Values:
     def read(environ: Mapping[str, str], variable: str) -> Path:
-        return Path(_text(environ, variable) or default).expanduser()
+        return _expanded(_text(environ, variable) or default, variable)
 
     return _Values(read, f"a file; default `{default}`")
 
@@ -89,13 +101,18 @@ def _path(default: str) -> _Values:
 def _cache_dir(environ: Mapping[str, str], variable: str) -> Path:
     named = _text(environ, variable)
     if named:
-        return Path(named).expanduser()
+        return _expanded(named, variable)
     if sys.platform == "win32" and environ.get("LOCALAPPDATA"):
         return Path(environ["LOCALAPPDATA"]) / "polyattn"
-    home = Path(environ.get("HOME") or "~").expanduser()
+    if sys.platform != "darwin" and environ.get("XDG_CACHE_HOME"):
+        return Path(environ["XDG_CACHE_HOME"]) / "polyattn"
+    try:
+        home = Path(environ.get("HOME") or "~").expanduser()
+    except RuntimeError:  # HOME is not set, and the user is in no list, as in some containers
+        return NO_HOME
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "polyattn"
-    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "polyattn"
+    return home / ".cache" / "polyattn"
 
 
 _BACKEND = _Values(_name, "a backend's name")

@@ -127,6 +127,8 @@ class TestExplain:
             ("--q 1,8,2,8 --mask segmnets", "Did you mean 'Segments'"),
             ("--q 1,8,2,8 --device h1000", "h100"),
             ("--q 1,8,2,8 --window 3", "expected L,R"),
+            ("--q 1,8,2,8 --sinks -3", "expected sinks: an integer >= 0"),
+            ("--q 8,2,8 --layout packed --sequences 0", "expected sequences: an integer >= 1"),
             ("--from-record /none.jsonl", "none.jsonl"),
             ("", "expected --q"),
         ],

@@ -172,12 +172,6 @@ class TestWrongUse:
         assert "Traceback" not in err
         assert not (folder / "ran").exists()
 
-    def test_a_record_that_cannot_be_written_keeps_the_report(self, folder):
-        done = polyattn("run", "--record", "no/folder/r.jsonl", "program.py")
-        assert done.returncode == 2
-        assert "4 attention calls" in done.stderr
-        assert "cannot be written" in done.stderr
-
 
 def test_tune_reaches_children_too(folder):
     """The parent asks nothing: all is asked by a child."""

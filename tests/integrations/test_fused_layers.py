@@ -299,4 +299,5 @@ def test_symbolic_traces_of_the_functional_form() -> None:
     with route_sdpa():
         graph = torch.fx.symbolic_trace(call)
     assert "polyattn" not in str([node.target for node in graph.graph.nodes])
+    assert "torch.nn.functional.multi_head_attention_forward" in graph.code
     torch.testing.assert_close(graph(X), call(X))

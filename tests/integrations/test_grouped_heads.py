@@ -142,16 +142,17 @@ def test_what_is_exported_is_transformers_own(strict: bool) -> None:
 
 
 LATE = """
+from polyattn.integrations.grouped_heads import _is_grouped
 from polyattn.integrations.sdpa_patch import route_sdpa
 import sys
 assert "transformers" not in sys.modules
 with route_sdpa():
     with route_sdpa():
         from transformers.integrations import sdpa_attention
-        assert sdpa_attention.use_gqa_in_sdpa.__module__ == "polyattn.integrations.grouped_heads"
+        assert sdpa_attention.use_gqa_in_sdpa is _is_grouped
 assert sdpa_attention.use_gqa_in_sdpa.__module__ == sdpa_attention.__name__
 with route_sdpa():
-    assert sdpa_attention.use_gqa_in_sdpa.__module__ == "polyattn.integrations.grouped_heads"
+    assert sdpa_attention.use_gqa_in_sdpa is _is_grouped
 from polyattn.integrations.on_import import OnImport
 assert not any(isinstance(one, OnImport) for one in sys.meta_path)
 """

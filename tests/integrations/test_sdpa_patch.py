@@ -57,10 +57,18 @@ def test_names_imported_inside_are_restored_as_well(q):
     with route_sdpa():
         exec("from torch.nn.functional import scaled_dot_product_attention", namespace)
         assert namespace["scaled_dot_product_attention"] is routed
-    # what no module holds keeps working after the routing
-    torch.testing.assert_close(
-        namespace["scaled_dot_product_attention"](q, q, q), torch_sdpa(q, q, q)
-    )
+    # what no module holds is torch's function after the routing
+    kept = namespace["scaled_dot_product_attention"]
+    compiled = torch.compile(lambda x: kept(x, x, x), backend="eager", fullgraph=True)
+    with record_selections() as ran, use_backend("reference"):
+        for call in (lambda x: kept(x, x, x), compiled):
+            assert torch.equal(call(q), torch_sdpa(q, q, q))
+        kept(q[0, 0], q[0, 0], q[0, 0])  # which a request would forbid
+    assert not ran
+    with route_sdpa(), record_selections() as ran:
+        kept(q, q, q)
+        compiled(q)
+    assert len(ran) == 2
 
 
 def test_multihead_attention_and_what_goes_to_torch(q):

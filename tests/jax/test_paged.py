@@ -75,6 +75,15 @@ def test_integers_of_numpy_are_taken() -> None:
         paged_attention(q, KEYS, VALUES, TABLE, LENGTHS + 2**40)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_any_integers_are_taken(dtype: str) -> None:
+    q = draw(3, 3, 1, N, H)
+    want = paged_attention(q, KEYS, VALUES, jnp.array(TABLE), jnp.array(LENGTHS))
+    given = jnp.array(TABLE, dtype), jnp.array(LENGTHS, dtype)
+    for call in (paged_attention, jax.jit(paged_attention)):
+        np.testing.assert_allclose(call(q, KEYS, VALUES, *given), want, atol=2e-6)
+
+
 def test_heads_before_rows_and_sequences_without_keys() -> None:
     q, table, lengths = draw(3, 3, 2, N, H), jnp.array(TABLE), jnp.array([27, 0, 32])
     want = paged_attention(q, KEYS, VALUES, table.at[1].set(-5), lengths, return_lse=True)

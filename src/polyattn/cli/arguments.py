@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["integers", "number", "parser", "split_program"]
+__all__ = ["count", "integers", "number", "parser", "split_program"]
 
 
 def parser(command: str, summary: str, **options: Any) -> argparse.ArgumentParser:
@@ -45,6 +45,21 @@ def integers(names: str, *, none: bool = False) -> Callable[[str], tuple[int | N
                 f"got {text!r}, expected {names}: {len(expected)} integers >= 0{extra}, "
                 f"e.g. {','.join(['128'] * len(expected))}"
             )
+        return found
+
+    return read
+
+
+def count(what: str, low: int) -> Callable[[str], int]:
+    """Return a type for a whole number from `low` on."""
+
+    def read(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = low - 1
+        if found < low:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {what}: an integer >= {low}")
         return found
 
     return read

@@ -6,10 +6,12 @@ a pipe is gone. ``polyattn run`` gives the exit code of the program it ran.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 __all__ = ["main"]
 
@@ -42,17 +44,50 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        code = _dispatch(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # what is left in the buffer has no reader; without this the interpreter complains at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    with _streams():
+        try:
+            code = _dispatch(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _drop_output()
+            return 141
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except OSError as error:
+            if error.errno not in _OF_OUTPUT or error.filename is not None:
+                raise
+            _drop_output()
+            print(
+                f"polyattn: got a standard output that cannot be written ({error}); expected one "
+                "that can: send it elsewhere, or make room.",
+                file=sys.stderr,
+            )
+            return 2
     return code
+
+
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What a write gives where a stream takes no more."""
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Have streams that Python has none for, since they came closed, lead nowhere.
+
+    A child gets them closed, as it would from a shell: these are not inherited.
+    """
+    with ExitStack() as opened:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, opened.enter_context(open(os.devnull, "w", encoding="utf-8")))
+                opened.callback(setattr, sys, name, None)
+        yield
+
+
+def _drop_output() -> None:
+    """Have nobody get what is left in the buffer, of which the interpreter complains at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

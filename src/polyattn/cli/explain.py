@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polyattn.cli.arguments import integers, number, parser
+from polyattn.cli.arguments import count, integers, number, parser
 from polyattn.cli.printing import console, emit_json, table
 from polyattn.cli.problems import MASKS, problem_of
 from polyattn.errors import PolyattnError, Unsupported
@@ -53,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="float32", metavar="|".join(DTYPES))
     made.add_argument("--layout", default="BTNH", choices=LAYOUTS, help="packed: --q TOTAL,N,H")
     made.add_argument(
-        "--sequences", type=int, default=1, metavar="B", help="sequences of a packed problem"
+        "--sequences",
+        type=count("sequences", 1),
+        default=1,
+        metavar="B",
+        help="sequences of a packed problem",
     )
     _add_scores(made)
     for flag, says in _FLAGS.items():
@@ -94,7 +98,7 @@ def _add_scores(made: argparse.ArgumentParser) -> None:
     made.add_argument("--bias", nargs="?", const="dense", choices=("dense", "alibi"))
     made.add_argument("--bias-grad", action="store_true", help="the bias needs a gradient")
     made.add_argument("--softcap", type=number("a soft cap", 0), metavar="X")
-    made.add_argument("--sinks", type=int, nargs="?", const=1, default=0, metavar="M")
+    made.add_argument("--sinks", type=count("sinks", 0), nargs="?", const=1, default=0, metavar="M")
     made.add_argument("--dropout", type=number("a probability", 0, 1), default=0.0, metavar="P")
     made.add_argument("--scale", type=number("a scale"), metavar="X")
 

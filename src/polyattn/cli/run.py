@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyattn.cli.arguments import number, parser, split_program
+from polyattn.cli.outputs import check_output
 from polyattn.cli.program import check_program
 from polyattn.cli.supervise import run_supervised
 from polyattn.errors import PolyattnError
@@ -28,7 +29,10 @@ _GAINS_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a program, or report on a record; returns the program's exit code, or 0."""
+    """Run a program, or report on a record; returns the program's exit code, or 0.
+
+    It is 2 where the program ended well and an output could not be written.
+    """
     made = _parser()
     ours, program = split_program(made, argv)
     options = made.parse_args(ours)
@@ -40,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
         code, record = record_program(program, options)
     if options.gains:
         record = measured(record, options.gains)
-    _report(record, code, options)
-    return code
+    whole = _report(record, code, options)
+    return code if whole else code or 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,7 +122,10 @@ def measured(record: Record, limit_s: float) -> Record:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise before anything runs where a page could not be written afterwards."""
+    """Raise before anything runs where an output could not be written afterwards."""
+    check_output("--json", options.json)
+    check_output("--record", options.record)
+    check_output("--html", options.html, makes_folders=True)
     if options.html:
         from polyattn.report.program.program_page import check_page
 
@@ -134,23 +141,43 @@ def _stored(options: argparse.Namespace, program: list[str]) -> Record:
     return read_record(options.from_record)
 
 
-def _report(record: Record, code: int, options: argparse.Namespace) -> None:
-    from polyattn.report.program import lines, to_dict, write_page
+def _report(record: Record, code: int, options: argparse.Namespace) -> bool:
+    """Give each output that was asked for, whatever becomes of the others; say if all are."""
+    whole = True
+    for write in (_say, _keep, _draw):
+        try:
+            write(record, code, options)
+        except PolyattnError as error:
+            print(f"polyattn run: {error}", file=sys.stderr)
+            whole = False
+    return whole
+
+
+def _say(record: Record, code: int, options: argparse.Namespace) -> None:
+    from polyattn.report.program import lines, to_dict
 
     if options.json:
         from polyattn.cli.printing import emit_json
 
         emit_json({"exit_code": code, **to_dict(record)}, options.json)
-    else:
-        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
-        rank = _rank()
-        print("", *rank, *lines(record, min(columns, _WIDTH)), sep="\n", file=sys.stderr)
+        return
+    columns = shutil.get_terminal_size((_WIDTH, 24)).columns
+    rank = _rank()
+    print("", *rank, *lines(record, min(columns, _WIDTH)), sep="\n", file=sys.stderr)
+
+
+def _keep(record: Record, code: int, options: argparse.Namespace) -> None:
     if options.record:
         from polyattn.integrations.program.record_file import write_record
 
         write_record(record, options.record)
         print(f"record: {options.record} ({len(record.cases)} cases)", file=sys.stderr)
+
+
+def _draw(record: Record, code: int, options: argparse.Namespace) -> None:
     if options.html:
+        from polyattn.report.program import write_page
+
         print(f"page: {write_page(record, options.html)}", file=sys.stderr)
 
 

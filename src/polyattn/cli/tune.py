@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyattn import flags as knobs
 from polyattn.cli.arguments import number, parser, split_program
+from polyattn.cli.outputs import check_output
 from polyattn.cli.printing import console, emit_json, note, seconds, table
 from polyattn.cli.program import check_program
 from polyattn.cli.progress import progress_bar
@@ -43,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         raise PolyattnError("got --from-record and a program, expected one of them.")
     if not options.from_record:
         check_program(program)
+    check_output("--json", options.json)
+    check_output("--record", options.record)
     return _tune(options, program)
 
 

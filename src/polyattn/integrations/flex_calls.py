@@ -58,7 +58,7 @@ def _flex_attention(
 ) -> Any:
     """What stands in for torch's ``flex_attention``."""
     found: Any = "a program kept it"
-    if router.depth > 0:
+    if router.entered:
         found = _unmodelled(score_mod, return_lse, more)
         found = found or _unfit(query, key, value, scale, enable_gqa)
         found = found or _mask(block_mask, query, key)

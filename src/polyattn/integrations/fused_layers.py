@@ -92,6 +92,8 @@ def _multi_head_attention(
             mask, need_weights, average_attn_weights, mask_type,
         )  # fmt: skip
 
+    if not router.entered:  # a program kept it
+        return stock()
     if not router.is_watched() and _is_small(query, qkv_weight, None):
         return stock()
     weights = _Projections(num_head, qkv_weight, qkv_bias, proj_weight, proj_bias)
@@ -140,6 +142,8 @@ def _encoder(
             ffn_bias_1, ffn_weight_2, ffn_bias_2, mask, mask_type,
         )  # fmt: skip
 
+    if not router.entered:  # a program kept it
+        return stock()
     if not router.is_watched() and _is_small(src, qkv_weight, ffn_weight_1):
         return stock()
     weights = _Projections(num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias)
@@ -248,6 +252,8 @@ def _is_small(x: Any, weight: Any, ffn: Any) -> bool:
 
 def _forward(*args: Any, **kwargs: Any) -> Any:
     """What stands in for ``F.multi_head_attention_forward``: torch's own, of which it tells."""
+    if not router.entered:  # a program kept it
+        return _functional(*args, **kwargs)
     tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     if has_torch_function(tensors):
         return handle_torch_function(_functional, tensors, *args, **kwargs)

@@ -37,7 +37,7 @@ def _original() -> Any:
 def _is_grouped(attention_mask: Any, key: Any, *others: Any) -> Any:
     """Stands in for it; `others`: the value, of versions that ask about it too."""
     gains = key.device.type == "cpu" and (is_dynamo_compiling() or _has_rows(attention_mask))
-    if gains and not is_exported():
+    if gains and router.entered and not is_exported():
         return True
     return _held[0](attention_mask, key, *others)
 

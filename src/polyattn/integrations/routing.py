@@ -59,7 +59,8 @@ class Seam:
     `operator`: what torch.jit scripts calls of the stand-in as; otherwise it scripts the original.
     `seen_through`: compilers find the original where they look at the stand-in. `for_compilers`:
     what stands where they look operators up by name, instead of the stand-in. `module`: of a
-    library's, the module that has it, which may be imported while calls are routed already.
+    library's, the module that has it, which may be imported while calls are routed already. `home`:
+    the module of torch's that programs know it from, if it is not the original's own.
     """
 
     original: Callable[[], Any]
@@ -68,6 +69,7 @@ class Seam:
     seen_through: bool = True
     for_compilers: Any = None
     module: str = ""
+    home: str = ""
 
 
 class Compiled:
@@ -77,16 +79,33 @@ class Compiled:
         router.tell([selection], None)
 
 
+class _Names(NamedTuple):
+    """What a function is called."""
+
+    module: str
+    qualname: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Any) -> _Names:
+        return cls(function.__module__, function.__qualname__, function.__name__)
+
+    def give_to(self, function: Any) -> None:
+        function.__module__, function.__qualname__, function.__name__ = self
+
+
 class Router:
     """What is replaced at present, and who listens."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.entered = False  # until it is, what a program kept of the stand-ins goes to torch
         self.depth = 0
         self.listeners: tuple[Listener, ...] = ()
         self.scopes: tuple[str, ...] = ()  # for threads, which begin without any scope
         self._seams: list[Seam] = []
         self._replaced: list[tuple[Any, Any]] = []
+        self._own_names: list[tuple[Any, _Names]] = []
         self._waiting: dict[str, OnImport] = {}
 
     def add(self, *seams: Seam) -> None:
@@ -102,7 +121,8 @@ class Router:
                 self.listeners = (*self.listeners, listener)
                 scopes.record(1)  # calls look for recorders
             if self.depth == 1:
-                self._replaced = []
+                self.entered = True
+                self._replaced, self._own_names = [], []
                 self._put_in_place(self._seams)
                 self._wait()
 
@@ -117,6 +137,9 @@ class Router:
                 kept.remove(listener)
                 self.listeners = tuple(kept)
             if self.depth == 0:
+                self.entered = False
+                for function, names in self._own_names:
+                    names.give_to(function)
                 back = [(new, old) for old, new in self._replaced]
                 back += [(s.for_compilers, torch_sdpa) for s in self._seams if s.for_compilers]
                 _swap(back)
@@ -157,6 +180,27 @@ class Router:
         for seam in seams:
             if seam.for_compilers is not None:
                 replace_operator(seam.stand_in, seam.for_compilers)
+        self._take_names(seams)
+
+    def _take_names(self, seams: Sequence[Seam]) -> None:
+        """Name stand-ins as what they stand for: so they are pickled, and written in traces.
+
+        pickle writes a function as its names, if it is found by them, and loads what it finds then.
+        """
+        stands_for = {id(new): old for old, new in self._replaced}
+        for seam in seams:
+            original = stands_for.get(id(seam.stand_in))
+            if original is None:
+                continue
+            # what another library put there may be anything that can be called
+            name, own = getattr(original, "__name__", ""), getattr(original, "__module__", None)
+            named = [(seam.stand_in, seam.home or own)]
+            if seam.for_compilers is not None:
+                named.append((seam.for_compilers, own))
+            for function, home in named:
+                if getattr(sys.modules.get(str(home)), name, None) is function:
+                    self._own_names.append((function, _Names.of(function)))
+                    _Names(str(home), name, name).give_to(function)
 
     # --- what is told ---
 
@@ -233,8 +277,8 @@ _KEPT = ("torch._", "torch.overrides", "torch.fx", "torch.jit", "polyattn")
 def _list_overridable() -> None:
     """Have torch list, once in a process, what subclasses of tensors may answer.
 
-    torch and its compiler keep the list for good: one that is made while calls are routed would lack
-    torch's own functions, also when the routing has ended.
+    torch and its compiler keep the list for good: one that is made while calls are routed would
+    lack torch's own functions, also when the routing has ended.
     """
     torch.overrides.get_overridable_functions()
     torch.overrides.get_testing_overrides()

@@ -45,7 +45,14 @@ def routed(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What stands in for torch's ``scaled_dot_product_attention`` while it is routed."""
+    """What stands in for torch's ``scaled_dot_product_attention`` while it is routed.
+
+    Where a program kept it, it is torch's function when no routing is entered.
+    """
+    if not router.entered:
+        return torch_sdpa(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if is_dynamo_compiling():
         return dropin.trace(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     arrays = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
@@ -53,7 +60,7 @@ def routed(
         options = attn_mask, dropout_p, is_causal, scale, enable_gqa
         if not dropin.takes_jagged(query, key, value, *options):
             return _foreign(arrays, query, key, value, *options)
-    if not router.listeners and not (router.scopes and router.scopes[-1]):
+    if not router.listeners and not ((held := router.scopes) and held[-1]):
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -83,6 +90,7 @@ router.add(
         operator="aten::scaled_dot_product_attention",
         seen_through=False,
         for_compilers=_routed_operator,
+        home="torch.nn.functional",
     )
 )
 

@@ -11,7 +11,7 @@ import numpy as np
 from polyattn.errors import InvalidProblem
 from polyattn.jax.admission import FRONT, Call
 from polyattn.jax.dispatch import run
-from polyattn.jax.kit.masking import known
+from polyattn.jax.kit.masking import known, signed
 from polyattn.masks import Causal, Mask
 from polyattn.problem import Problem
 from polyattn.problem.admission import admit_pages, check_lengths
@@ -46,7 +46,7 @@ def paged_attention(
     - `key_pages` (P, page_size, K, H), `value_pages` (P, page_size, K, V); with ``layout="BNTH"``
       (P, K, page_size, H) and so on.
     - `block_table` (B, most pages) integers; entries past a sequence's length mean nothing.
-    - `lengths` (B,) integers: how many keys each sequence has. Both may be NumPy's.
+    - `lengths` (B,) integers: how many keys each sequence has. Both may be NumPy's, of any width.
     - `mask`: causal unless told otherwise; None, or masks of positions (`Causal`, `Window`,
       `Chunked`, `Dilated`, `FirstKeys`) joined by &, | and ~, each measured on the sequence's own
       length.
@@ -79,7 +79,9 @@ def paged_attention(
 
 
 def _counted(x: Any) -> Any:
-    """Return NumPy's integers as JAX has them: 64 bits of which 32 do, since they count pages."""
+    """Return integers as kernels read them; NumPy's of 64 bits in 32, since they count pages."""
+    if isinstance(x, jax.Array) and x.dtype.kind in "iu":
+        return signed(x)
     limits = np.iinfo(np.int32)
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
         return x

@@ -199,6 +199,37 @@ def test_what_transformers_takes_from_a_configuration_of_pictures_is_passed_over
     assert torch.equal(named, plain)
 
 
+OF_TOKENIZERS = (
+    "token_type_ids", "special_tokens_mask", "offset_mapping", "length", "overflowing_tokens",
+    "num_truncated_tokens", "overflow_to_sample_mapping",
+)  # fmt: skip
+OF_TRAINERS = (
+    "labels", "label", "label_ids", "start_positions", "end_positions", "return_loss",
+    "num_items_in_batch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ["llama", "distilbert", "modernbert"])
+def test_what_tokenizers_and_trainers_give_is_passed_over_as_eager_passes_it(make: str) -> None:
+    made = {
+        "llama": lambda: small("llama").model,
+        "distilbert": lambda: transformers.DistilBertModel(
+            transformers.DistilBertConfig(vocab_size=96, dim=32, hidden_dim=48, n_layers=1,
+                                          n_heads=2)),
+        "modernbert": lambda: transformers.ModernBertModel(
+            transformers.ModernBertConfig(vocab_size=96, hidden_size=32, intermediate_size=48,
+                                          num_hidden_layers=1, num_attention_heads=2,
+                                          pad_token_id=0)),
+    }  # fmt: skip
+    model, ids = made[make]().eval(), words(1, 4)
+    given = dict.fromkeys((*OF_TOKENIZERS, *OF_TRAINERS), torch.ones_like(ids))
+    with torch.no_grad():
+        model(ids, **given)  # eager: what is refused there need not be taken here
+        plain, _ = ours(model, lambda: model(ids).last_hidden_state)
+        named, ran = ours(model, lambda: model(ids, **given).last_hidden_state)
+    assert ran and torch.equal(named, plain)
+
+
 @pytest.mark.parametrize("given", [{"temperature": 0.7}, {"s_scale": torch.ones(4)}])
 def test_a_keyword_that_nobody_knows_is_refused_by_name(given: dict[str, Any]) -> None:
     model = small("llama")

@@ -16,6 +16,10 @@ OF_OTHERS = frozenset({
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
     "use_cache", "cache_position", "position_ids", "input_ids", "logits_to_keep", "seq_idx",
     "grid_thw", "mm_token_type_ids",
+    # of a tokenizer's batch or a Trainer's, for models that know them; others hand them on
+    "token_type_ids", "special_tokens_mask", "offset_mapping", "length", "overflowing_tokens",
+    "num_truncated_tokens", "overflow_to_sample_mapping", "labels", "label", "label_ids",
+    "start_positions", "end_positions", "return_loss",
     # put there by transformers, from the configuration of a part that sees pictures
     "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio",
     # what the mask says already: it is made of the same config

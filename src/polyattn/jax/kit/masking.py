@@ -17,6 +17,7 @@ from polyattn.masks.biases import Alibi, Bias
 
 __all__ = [
     "Dims", "allowed", "bias_scores", "bind_mask", "coordinates", "expand_blocks", "known",
+    "signed",
 ]  # fmt: skip
 
 
@@ -36,11 +37,16 @@ class Dims(NamedTuple):
 
 
 def bind_mask(mask: Mask) -> Mask:
-    """Return `mask` with its arrays as JAX arrays; int64 becomes int32, which all entries fit."""
+    """Return `mask` with its arrays as JAX arrays: booleans, int32, or int64 that JAX has already.
+
+    int64 of other libraries becomes int32, which all entries fit.
+    """
 
     def turn(name: str, payload: Any) -> Any:
-        if payload is None or isinstance(payload, jax.Array):
+        if payload is None or (isinstance(payload, jax.Array) and name == "mask"):
             return payload
+        if isinstance(payload, jax.Array):
+            return signed(payload, wrap=name in ("q_ids", "kv_ids"))
         try:
             array = np.asarray(payload)
         except Exception as error:  # each library raises its own: on a device, quantised, ...
@@ -59,6 +65,20 @@ def bind_mask(mask: Mask) -> Mask:
         return jnp.asarray(array, dtype=jnp.int32)
 
     return mask.map(turn)
+
+
+def signed(x: jax.Array, wrap: bool = False) -> jax.Array:
+    """Return integers as int32, or int64 if they have 64 bits: what every kernel reads.
+
+    Unsigned ones that do not fit become the largest that there is, for they are compared with
+    positions; with `wrap` they keep their bits, so that ids stay apart from each other.
+    """
+    kept = jnp.dtype(jnp.int64 if x.dtype.itemsize == 8 else jnp.int32)
+    if x.dtype == kept:
+        return x
+    if not wrap and x.dtype in (jnp.uint32, jnp.uint64):
+        x = jnp.minimum(x, np.array(np.iinfo(kept).max, x.dtype))
+    return x.astype(kept)
 
 
 def known(payload: Any) -> Any:

@@ -15,11 +15,19 @@ from polyattn.backends.sdpa.torch.short_ways import takes_flag
 from polyattn.masks.simplify import key_range
 from polyattn.masks.structure import Structure
 from polyattn.problem import MaskFacts, Problem
+from polyattn.torch.internals import are_sizes_marked, is_known
 from polyattn.torch.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.torch.kit.masking import Dims, Visible, dense_bias, visible
 from polyattn.torch.kit.nan_isolation import hide, is_readable, mend, zero_empty
 
 __all__ = ["prepare"]
+
+
+def _may_be_few(keys: int, compiled: bool) -> bool:
+    """Say whether there are few keys; a size that was marked as dynamic is not compared."""
+    if compiled and are_sizes_marked():
+        return not is_known(keys >= FEW_KEYS)
+    return keys < FEW_KEYS
 
 
 def prepare(op: Op, problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -146,7 +154,7 @@ class _Attend:
         if view is not None:
             # a row without keys attends everywhere and is zeroed afterwards: finite gradients
             allowed = view.mask | view.empty if opening else view.mask
-        few = self.op.loses_nan and high < FEW_KEYS
+        few = self.op.loses_nan and _may_be_few(high, self.problem.compiled)
         if bias is None and sinks is None and allowed is None and not few:
             return None, None
         wide = torch.promote_types(q.dtype, torch.float32) if self.op.wide else q.dtype

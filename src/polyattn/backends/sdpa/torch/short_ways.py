@@ -183,6 +183,7 @@ def traced_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
     """The shortest way in compiled code: how many keys there are is seen where it is traced.
 
     `kernel.operator_from`: from how many keys on it is nothing but an operator, and which.
+    `kernel.for_any`: what runs any number of keys, and asks for none.
     """
     few, many = _few_keys_flash_cpu(function, problem), _many_keys_flash_cpu(function, problem)
     at, limit = (1 if problem.layout == "BTNH" else 2), FEW_KEYS
@@ -192,6 +193,7 @@ def traced_flash_cpu(function: Any, problem: Problem) -> Callable[..., Any]:
     ) -> Any:
         return few(q, k, v) if k.shape[at] < limit else many(q, k, v)
 
+    kernel.for_any = few  # type: ignore[attr-defined]
     if hasattr(many, "operator"):
         kernel.operator_from = limit, many.operator  # type: ignore[attr-defined]
     return kernel
