@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
 
-from polyattn import Unsupported, record_selections
+from polyattn import (
+    BlockMap,
+    Causal,
+    InvalidProblem,
+    LeftPadding,
+    Padding,
+    PrefixLM,
+    Unsupported,
+    record_selections,
+)
 from polyattn.selection.registry import Missing, registry
 from polyattn.torch import attention, paged_attention
 
@@ -125,3 +134,41 @@ def test_pages_have_them_where_they_are_gathered() -> None:
     torch.testing.assert_close(found, moved, rtol=2e-2, atol=2e-3)
     with pytest.raises(Unsupported, match="function transforms and keys in pages"):
         jvp(lambda q: function(q, "native_cpu"), (q,), (q.sin(),))
+
+
+LENGTHS = torch.tensor([[3, 6], [2, 2], [6, 1]])
+MAPPED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "padding": (lambda x: Padding(q_lengths=x, kv_lengths=x), (LENGTHS,)),
+    "left padding": (lambda x: LeftPadding(kv_starts=x) & Causal(), (6 - LENGTHS,)),
+    "prefix": (PrefixLM, (LENGTHS,)),
+    "blocks": (
+        lambda i, n: BlockMap(3, 3, i, n),
+        (
+            (torch.arange(12) % 2).int().view(3, 2, 1, 2, 1),
+            (torch.arange(12) % 3).bool().int().view(3, 2, 1, 2),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "native_cpu", "sdpa_math", "sdpa_flash", "reference"])
+@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_masks_with_arrays_that_are_mapped(name: str, backend: str | None) -> None:
+    mask, arrays = MAPPED[name]
+    q = torch.randn(3, 2, 6, 4, 16)
+
+    def call(q: Tensor, *arrays: Tensor) -> Tensor:
+        return attention(q, q, q, mask=mask(*arrays), backend=backend)
+
+    got = vmap(call)(q, *arrays)
+    want = [call(q[i], *[x[i] for x in arrays]) for i in range(3)]
+    torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=1e-5)
+
+
+def test_lengths_are_still_read_where_nothing_is_mapped() -> None:
+    def loss(q: Tensor, lengths: Tensor) -> Tensor:
+        return attention(q, q, q, mask=Padding(kv_lengths=lengths)).sum()
+
+    with pytest.raises(InvalidProblem, match="from 3 to 9, expected 0 to 6"):
+        grad(loss)(torch.randn(2, 6, 4, 16), torch.tensor([3, 9]))

@@ -5,9 +5,17 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from polyattn import Causal, LeftPadding, Padding, PrefixLM, Segments
+from polyattn.torch import attention
 
 RANKS = Path(__file__).with_name("sharded_ranks.py")
 
@@ -35,3 +43,32 @@ def test_two_ranks_compute_what_one_does() -> None:
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(told)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Two ranks, of which this process is the first and the other is not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.device_mesh.init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Padding(kv_lengths=[1, 2, 3, 4]),
+        PrefixLM([1, 2, 3, 4]),
+        PrefixLM([1, 2, 3, 4]) & LeftPadding(kv_starts=[0, 1, 0, 1]),
+        Segments([0, 0, 1, 1]),
+        Segments([0, 0, 1, 1], [[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]]),
+        ~Segments([0, 0, 1, 1]) | Causal(),
+    ],
+    ids=str,
+)
+def test_masks_where_the_batch_is_as_large_as_the_sequence(mask: Any, mesh: Any) -> None:
+    whole = torch.randn(4, 4, 2, 8)
+    q = DTensor.from_local(whole[:2], mesh, [Shard(0)], run_check=False)
+    got = attention(q, q, q, mask=mask).to_local()
+    torch.testing.assert_close(got, attention(whole, whole, whole, mask=mask)[:2])

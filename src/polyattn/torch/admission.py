@@ -73,7 +73,7 @@ class TorchFront:
         return bind_mask(mask, torch.device(device))
 
     def arange(self, size: int) -> Tensor:
-        return torch.arange(size)
+        return torch.arange(size, device="cpu")  # a default device may hold no values
 
 
 FRONT = TorchFront()

@@ -18,12 +18,13 @@ from torch import Tensor
 from polyattn.masks import BlockMap, Dense, Mask, Not, Packed
 from polyattn.masks.biases import Bias
 from polyattn.masks.payload import shape_of
-from polyattn.masks.simplify import simplify
 from polyattn.problem.admission import ArrayFacts, Other
+from polyattn.torch.internals import holds, is_known
+from polyattn.torch.traced_sizes import bounds_of, class_of, may_be, simplified
 
 __all__ = [
-    "ARRAY", "B", "JaggedRows", "Names", "ROWS", "S", "T", "facts_of", "mask_of", "model_of",
-    "model_of_plain", "model_of_sdpa", "plain_model_of", "sequences_of",
+    "ARRAY", "B", "JaggedRows", "Names", "ROWS", "S", "T", "facts_of", "has_unit_stride",
+    "mask_of", "model_of", "model_of_sdpa", "sequences_of",
 ]  # fmt: skip
 
 B, T, S = "batch", "queries", "keys"
@@ -41,67 +42,11 @@ class JaggedRows(Packed):
     """
 
 
-def plain_model_of(q: Any, k: Any, v: Any, turned: bool, asked: Any, limits: Any) -> Any:
-    """Return what :func:`model_of` does, for dense tensors of four dims and nothing else.
-
-    `turned`: heads come second. Sizes are compared where they stand: which of the arrays' dims are
-    the same one is known here. Most calls are such, and a compiler guards every global and built-in
-    that is read, at each call: so nothing is read here, and what is called is nested.
-    """
-
-    def number_of(size: int) -> int:
-        low, high = 0, bound_of(size)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if size <= middle else (middle + 1, high)
-        return high
-
-    def bound_of(size: int) -> int:
-        # by comparisons only: those with powers of two guard a range of a symbolic size
-        high = 1
-        while high < size:
-            high *= 2
-        return high if size else 0
-
-    ti, ni = (2, 1) if turned else (1, 2)
-    b, t, s, n = q.shape[0], q.shape[ti], k.shape[ti], q.shape[ni]
-    sizes = (b, t, s, n)
-    fits = k.shape[0] == b and v.shape[0] == b and v.shape[ti] == s
-    if not (fits and v.shape[ni] == k.shape[ni] and k.shape[3] == q.shape[3]):
-        return sizes, None, None
-    fixed = [number_of(x) for x in (n, k.shape[ni], q.shape[3], v.shape[3])]
-    arrays = []
-    for x in (q, k, v):
-        arrays.append([x.dtype, x.device, x.requires_grad, _has_unit_stride(x)])
-    order = 0 if t == s else -1 if t < s else 1
-    bounds = (bound_of(b), 0 if order == 0 else bound_of(t), order)
-    found, stand_in = (turned, fixed, arrays), 0
-    if s > 0:
-        known = limits(found, bounds, asked)
-        stand_in = known[-1][1]
-        for limit, number in known[:-1]:
-            if s <= limit:
-                stand_in = number
-                break
-    return sizes, found, (*bounds, stand_in)
-
-
-def _has_unit_stride(x: Tensor) -> bool:
+def has_unit_stride(x: Tensor) -> bool:
     """Say whether entries of the last dim are neighbours; decided, as a symbol is no constant."""
     if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1:  # noqa: SIM103
         return True
     return False
-
-
-def model_of_plain(found: Any) -> Any:
-    """Return the model that :func:`plain_model_of` describes."""
-    turned, (n, kv, h, last), arrays = found
-    heads = [(n, T, h), (kv, S, h), (kv, S, last)]
-    made = []
-    for (dtype, device, grad, unit), (count, length, dim) in zip(arrays, heads, strict=True):
-        shape = (B, count, length, dim) if turned else (B, length, count, dim)
-        made.append((ARRAY, shape, dtype, str(device), grad, unit, "strided"))
-    return (*made, None, None, None)
 
 
 def model_of(
@@ -110,22 +55,21 @@ def model_of(
     """Return what may be empty of (B, T, S, N) as sizes, the simplified mask, model and bounds.
 
     The model is nested tuples of constants, or None where only an exact one can be made. The bounds
-    are what batch and queries are up to, powers of two (for queries 0 where they are as many as
-    keys), the order of T and S, and a number for the keys. `limits`: None for an exact model, else
-    ``(model, bounds, asked) -> ((limit, number), ...)``, see `polyattn.torch.open_lengths`.
+    are those of `polyattn.torch.traced_sizes`. `limits`: None for an exact model, else what these
+    take.
     """
     exact = limits is None
     rank = {"BTNH": 4, "BNTH": 4, "packed": 3}.get(layout) if isinstance(layout, str) else None
     fits = rank is not None and isinstance(q, Tensor) and isinstance(k, Tensor)
     fits = fits and isinstance(v, Tensor) and not (q.is_nested or k.is_nested or v.is_nested)
     fits = fits and q.dim() == rank and k.dim() == rank and v.dim() == rank
-    sizes, names, bounds = (1, 1, 1, 1), Names(), (1, 1, 0, 1)
+    sizes, names, bounds = (1, 1, 1, 1), Names(), (1, 1, 0, 1, None, False)
     if fits:
         ti, ni = {"BTNH": (1, 2), "BNTH": (2, 1), "packed": (0, 1)}[layout]
         t, s = q.shape[ti], k.shape[ti]
         b = sequences_of(mask) if layout == "packed" else q.shape[0]
         if isinstance(mask, Mask) and layout != "packed":
-            mask = simplify(mask, t, s)
+            mask = simplified(mask, t, s)
         if not exact:
             fixed = (q.shape[ni], k.shape[ni], q.shape[-1], v.shape[-1])
             names = Names(b, t, s, fixed, layout == "packed")
@@ -141,8 +85,7 @@ def model_of(
     if names.fall_short:
         return sizes, mask, None, bounds
     if not exact:
-        counted = 2 if _is_of_jagged(mask) else _round_up(b)
-        bounds = _bounds(counted, t, s, model, asked, limits)
+        bounds = bounds_of(2 if _is_of_jagged(mask) else b, t, s, model, asked, limits)
     return sizes, mask, model, bounds
 
 
@@ -154,29 +97,9 @@ def _is_of_jagged(mask: Any) -> bool:
     return False
 
 
-def _bounds(for_b: int, t: int, s: int, model: Any, asked: Any, limits: Any) -> Any:
-    order = 0 if t == s else -1 if t < s else 1
-    bounds = (for_b, 0 if order == 0 else _round_up(t), order)
-    if s == 0:
-        return (*bounds, 0)
-    known = limits(model, bounds, asked)
-    for limit, number in known[:-1]:
-        if s <= limit:
-            return (*bounds, number)
-    return (*bounds, known[-1][1])
-
-
-def _round_up(size: int) -> int:
-    """Return the next power of two, by comparisons only: they guard a range of a symbolic size."""
-    bound = 1
-    while bound < size:
-        bound *= 2
-    return bound if size else 0
-
-
 def _number_of(size: int) -> int:
     """Return the size itself as a constant."""
-    low, high = 0, _round_up(size)
+    low, high = 0, class_of(size)
     while low < high:
         middle = (low + high) // 2
         if size <= middle:
@@ -216,8 +139,11 @@ class Names:
     def of(self, size: int) -> Any:
         if self.exact:
             return _number_of(size)
+        for known, name in self.pairs:  # one that needs no guard, which a size may have to be left
+            if is_known(size == known):
+                return name
         for known, name in self.pairs:
-            if size == known:
+            if may_be(size, known) and size == known:
                 return name
         self.fall_short = True
         return _number_of(size)
@@ -241,7 +167,7 @@ class Names:
         if x.is_nested or x.layout != torch.strided:
             form = "nested" if x.is_nested else "sparse"
             return (ARRAY, (), x.dtype, str(x.device), x.requires_grad, True, form)
-        unit = _has_unit_stride(x)
+        unit = has_unit_stride(x)
         shape = tuple([self.of(size) for size in x.shape]) if shaped else ()
         return (ARRAY, shape, x.dtype, str(x.device), x.requires_grad, unit, "strided")
 
@@ -252,7 +178,11 @@ class Names:
             dtype = torch.bool if boolean else torch.int64
             shape = tuple([self.of(size) for size in shape_of(x)])
             return (ARRAY, shape, dtype, "cpu", False, True, "strided")
-        return _number_of(x) if isinstance(x, int) and not isinstance(x, bool) else x
+        if isinstance(x, int):
+            return x if isinstance(x, bool) else _number_of(x)
+        if x is None or isinstance(x, str):
+            return x
+        return self.argument(torch.as_tensor(x), boolean)  # of NumPy
 
     def blocks(self, leaf: Any) -> Any:
         """Describe a block map, of whose dims some count blocks: these are compared here."""
@@ -345,11 +275,11 @@ def _fitted(x: Tensor, fits: list[Any], first: int) -> Any:
     shape: list[int] = []
     for i in range(x.dim()):
         size, number = x.shape[x.dim() - 1 - i], first + i
-        if i < len(fits) and size == fits[i][0]:
+        if i < len(fits) and holds(size == fits[i][0]):
             number = fits[i][1]
-        elif size == 1:
+        elif holds(size == 1):
             number = 1
-        shape.insert(0, 0 if size == 0 else number)
+        shape.insert(0, 0 if holds(size == 0) else number)
     return (ARRAY, tuple(shape), x.dtype, str(x.device), False, True, "strided")
 
 

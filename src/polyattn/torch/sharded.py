@@ -23,10 +23,13 @@ __all__ = ["attention", "local_call"]
 
 _BATCH_AND_HEADS = {"BTNH": (0, 2), "BNTH": (0, 1), "packed": (None, 1)}
 _PLACED = {
-    "Padding": (0, None), "LeftPadding": (0, None), "Segments": (0, None), "BlockMap": (0, 1),
-    "Packed": (None, None),
+    "Padding": (1, 0, None), "LeftPadding": (1, 0, None), "PrefixLM": (1, 0, None),
+    "Segments": (2, 0, None), "BlockMap": (3, 0, 1), "Packed": (1, None, None),
 }  # fmt: skip
-"""Where the arrays of masks have batch entries and heads, from the front."""
+"""The dims of the arrays of masks with batch entries, and where these and heads are in them.
+
+An array of fewer dims is the same for each entry.
+"""
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,13 @@ def _local_mask(mask: Any, spread: _Spread) -> Any:
         return mask.map(lambda _, x: _scores_part("mask", x, spread))
     if name not in _PLACED:
         refuse(f"got a mask {name} with arrays beside DTensors, expected one of polyattn's own.")
-    batch, heads = _PLACED[name]
-    return mask.map(lambda _, x: _local_part(name, x, spread, batch, heads))
+    dims, batch, heads = _PLACED[name]
+
+    def part(_: str, x: Any) -> Any:
+        alike = isinstance(x, Tensor) and x.dim() < dims
+        return _local_part(name, x, spread, None if alike else batch, heads)
+
+    return mask.map(part)
 
 
 def _local_bias(bias: Any, spread: _Spread) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from polyattn.errors import InvalidProblem, PolyattnError
 from polyattn.selection import Selection, scopes
 from polyattn.selection.prepare import Plan, prepare
 from polyattn.torch import jagged
-from polyattn.torch.call_model import model_of, model_of_plain, plain_model_of
+from polyattn.torch.call_model import model_of
 from polyattn.torch.dtensors import is_sharded
 from polyattn.torch.internals import (
     are_higher,
@@ -33,21 +34,25 @@ from polyattn.torch.internals import (
 from polyattn.torch.keys import switches
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.kit.masking import bind_mask
-from polyattn.torch.open_lengths import limits_of, with_numbers
+from polyattn.torch.open_lengths import Limits, limits_of, with_numbers
+from polyattn.torch.plain_model import model_of_plain, plain_model_of
 from polyattn.torch.refusals import through_compiler
 from polyattn.torch.traced_problem import (
+    IS_NUMPY,
     as_text,
     problem_of,
     wishes_of_traced,
     with_numbers_as_text,
 )
+from polyattn.torch.traced_sizes import any_empty, bounds_of
+from polyattn.torch.untraced import untraced
 
 __all__ = ["attention", "note", "noted", "trace_call"]
 
 
 _plans: dict[int, Plan] = {}
 _names: dict[Any, str] = {}
-_limits: dict[Any, tuple[tuple[int, int], ...]] = {}
+_limits: dict[Any, Limits] = {}
 _state, _local = scopes.state, scopes.local
 
 
@@ -75,6 +80,8 @@ def attention(
     if is_sharded(q, k, v):
         return _sharded(q, k, v, given)
     scale, softcap = as_text(scale), as_text(softcap)
+    if scale == IS_NUMPY or softcap == IS_NUMPY:
+        return untraced(q, k, v, given)
     if isinstance(dropout_p, Tensor) or dropout_p != 0.0:
         dropout_p = as_text(dropout_p)
     elif dropout_p is not False:
@@ -88,19 +95,16 @@ def attention(
         return written
     name, simple = "", None
     if mask is None and bias is None and sinks is None and _is_plain(q, k, v, layout):
-        sizes, found, bounds = plain_model_of(q, k, v, layout == "BNTH", asked, _limits_of_plain)
-        name = "" if found is None else _prepare_plain(found, bounds, asked)
+        sizes, name = _prepared_plain(q, k, v, layout, asked)
     if name == "" and jagged.is_any_nested(q, k, v):
         return jagged.attention(trace_call, q, k, v, given)
     if name == "":
         q, k, v, sizes, simple, name = _prepared(q, k, v, mask, bias, sinks, layout, asked)
-    if sizes[0] == 0 or sizes[1] == 0 or sizes[2] == 0 or sizes[3] == 0:
+    if any_empty(sizes):
         return answer_empty(layout, return_lse, q, k, v, sinks, bias)
     if simple is not None:
         simple = bind_mask(simple, q.device)
-    recorded = _state.recorded
-    if recorded is not _state and recorded != "":
-        torch.ops.polyattn.note(_number_of(name))
+    note(_number_of(name))
     if name.startswith("either"):  # by the number of keys, which is compared where it is known
         _, number, limit = name.split("_")
         name = f"operator_{number}" if k.shape[2] >= int(limit) else f"kernel_{number}"
@@ -142,6 +146,13 @@ def _is_plain(q: Any, k: Any, v: Any, layout: Any) -> bool:
     )
 
 
+def _prepared_plain(q: Any, k: Any, v: Any, layout: Any, asked: Any) -> tuple[Any, str]:
+    sizes, found, bounds = plain_model_of(
+        q, k, v, layout == "BNTH", asked, _limits_of_plain, bounds_of
+    )
+    return sizes, "" if found is None else _prepare_plain(found, bounds, asked)
+
+
 def _prepared(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, layout: Any, asked: Any
 ) -> tuple[Any, Any, Any, Any, Any, str]:
@@ -163,19 +174,20 @@ def _prepared(
 def _prepare(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
     """Admit a call and select its backend; returns the name of what runs it among the kernels.
 
-    `bounds`: see :func:`polyattn.torch.call_model.model_of`; None for a model of the very sizes.
+    `bounds`: see `polyattn.torch.traced_sizes`; None for a model of the very sizes.
     Not `strict`: "" for what is no call, since only such a model can say why.
     """
     _define_note()
     asked = with_numbers_as_text(asked)
-    model = model if bounds is None else with_numbers(model, bounds)
+    allowed, is_uncounted = (None, False) if bounds is None else bounds[4:]
+    model = model if bounds is None else with_numbers(model, bounds[:4])
     if model is None:
         return ""
-    key: Any = _key(model, asked)
+    key: Any = _key((model, allowed), asked)
     known = None if key is None else _names.get(key)
     if known is None:
         try:
-            known = _kernel_named(model, asked)
+            known = _kernel_named(model, asked, allowed)
         except InvalidProblem as error:
             if not strict:
                 return ""
@@ -184,7 +196,8 @@ def _prepare(model: Any, bounds: Any, asked: Any, strict: bool) -> str:
             raise through_compiler(error) from None
         if key is not None:
             _names[key] = known
-    return known
+    for_any = f"kernel_for_any_{_number_of(known)}"
+    return for_any if is_uncounted and hasattr(_state, for_any) else known
 
 
 mark_constant(_prepare)
@@ -213,15 +226,16 @@ def _prepare_plain(found: Any, bounds: Any, asked: Any) -> str:
 mark_constant(_prepare_plain)
 
 
-def _limits_of(model: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ...]:
-    """Return up to which key lengths one choice serves; see `polyattn.torch.open_lengths`."""
+def _limits_of(model: Any, here: Any, is_open: Any, ends: Any, asked: Any) -> Limits:
+    """Return for which sizes one choice serves; see `polyattn.torch.open_lengths`."""
     asked = with_numbers_as_text(asked)
-    key = _key((model, bounds), asked)
+    key = _key((model, here, is_open, ends), asked)
     known = None if key is None else _limits.get(key)
     if known is None:
         known = limits_of(
-            model, bounds, lambda model: (problem_of(model, asked), wishes_of_traced(asked))
-        )
+            model, here, is_open, ends,
+            lambda model: (problem_of(model, asked), wishes_of_traced(asked)),
+        )  # fmt: skip
         if key is not None:
             _limits[key] = known
     return known
@@ -230,22 +244,25 @@ def _limits_of(model: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ..
 mark_constant(_limits_of)
 
 
-def _limits_of_plain(found: Any, bounds: Any, asked: Any) -> tuple[tuple[int, int], ...]:
-    return _limits_of(model_of_plain(found), bounds, (*asked, None))
+def _limits_of_plain(found: Any, here: Any, is_open: Any, ends: Any, asked: Any) -> Limits:
+    return _limits_of(model_of_plain(found), here, is_open, ends, (*asked, None))
 
 
 mark_constant(_limits_of_plain)
 
 
 def _number_of(name: str) -> int:
-    return int(name.split("_")[1])
+    return int(name.split("_")[3 if name.startswith("kernel_for_any") else 1])
 
 
 mark_constant(_number_of)
 
 
-def _kernel_named(model: Any, asked: Any) -> str:
-    plan = prepare(problem_of(model, asked), wishes_of_traced(asked))
+def _kernel_named(model: Any, asked: Any, allowed: tuple[str, ...] | None) -> str:
+    wishes = wishes_of_traced(asked)
+    if allowed is not None:
+        wishes = replace(wishes, layer=frozenset(allowed))
+    plan = prepare(problem_of(model, asked), wishes)
     with scopes.lock:
         number = next(_counter)
         _plans[number] = plan
@@ -259,6 +276,8 @@ def _named(kernel: Any, number: int) -> str:
         setattr(_state, f"operator_{number}", operator)
         return f"operator_{number}"
     setattr(_state, f"kernel_{number}", kernel)
+    if (for_any := getattr(kernel, "for_any", None)) is not None:
+        setattr(_state, f"kernel_for_any_{number}", for_any)
     if (by_keys := getattr(kernel, "operator_from", None)) is None:
         return f"kernel_{number}"
     limit, operator = by_keys
@@ -294,7 +313,7 @@ def _forget() -> None:
     _limits.clear()
     for number in _passing:
         _plans.pop(number, None)
-        for name in (f"kernel_{number}", f"operator_{number}"):
+        for name in (f"kernel_{number}", f"kernel_for_any_{number}", f"operator_{number}"):
             vars(_state).pop(name, None)
     _passing[:] = _plans
 

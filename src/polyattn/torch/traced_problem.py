@@ -17,7 +17,18 @@ from polyattn.torch.call_model import facts_of, mask_of
 from polyattn.torch.internals import are_higher, transforms
 from polyattn.torch.long_way import switched_on
 
-__all__ = ["as_text", "from_text", "problem_of", "wishes_of_traced", "with_numbers_as_text"]
+__all__ = [
+    "IS_NUMPY",
+    "as_text",
+    "from_text",
+    "problem_of",
+    "wishes_of_traced",
+    "with_numbers_as_text",
+]
+
+
+IS_NUMPY = ("ndarray",)
+"""What :func:`as_text` makes of NumPy's numbers while tracing: arrays without a value yet."""
 
 
 def as_text(x: Any) -> Any:

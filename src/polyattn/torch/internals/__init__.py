@@ -124,6 +124,7 @@ from polyattn.torch.internals.state import (
     is_fake,
     is_forward_grad_enabled,
     is_grad_enabled,
+    is_mapped,
     is_watched,
     is_wrapped_by_transform,
     may_be_in_backward,
@@ -135,10 +136,12 @@ from polyattn.torch.internals.state import (
     transforms,
     version_of,
 )
+from polyattn.torch.internals.symbols import are_sizes_marked, hint_of, holds, is_known
 
 __all__ = [
     "are_higher",
     "are_overrides_on",
+    "are_sizes_marked",
     "present_operator",
     "passed_on",
     "is_compiler_loaded",
@@ -195,6 +198,8 @@ __all__ = [
     "fused_encoder_layer",
     "nested_rows",
     "rows_like",
+    "hint_of",
+    "holds",
     "hook_tables",
     "inductor_config",
     "inline_as",
@@ -203,8 +208,10 @@ __all__ = [
     "is_fake",
     "is_forward_grad_enabled",
     "is_grad_enabled",
+    "is_known",
     "is_lazy_copy",
     "is_legacy_batched",
+    "is_mapped",
     "is_replica",
     "is_watched",
     "is_wrapped_by_transform",

@@ -287,9 +287,9 @@ def passed_on() -> type[Exception]:
 _break = deferred("torch._dynamo.graph_break", "the graph goes on: torch says what it cannot trace")
 
 
-def break_graph() -> None:
-    """End the graph here, which ``fullgraph=True`` refuses."""
-    _break()()
+def break_graph(why: str = "") -> None:
+    """End the graph here, which ``fullgraph=True`` refuses, and says why."""
+    _break()(msg=why)
 
 
 def is_compiler_loaded() -> bool:

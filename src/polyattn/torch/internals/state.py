@@ -30,6 +30,7 @@ __all__ = [
     "is_fake",
     "is_forward_grad_enabled",
     "is_grad_enabled",
+    "is_mapped",
     "is_watched",
     "is_wrapped_by_transform",
     "may_be_in_backward",
@@ -117,6 +118,25 @@ is_wrapped_by_transform: Callable[[Tensor], bool] = private(
     "inside a transform every tensor counts as one of its own, whose values cannot be read",
     lambda tensor: True,
 )
+
+_is_batched: Callable[[Tensor], bool] = private(
+    "torch._C._functorch.is_batchedtensor",
+    "values of what a transform wraps are not read, so that wrong lengths are not refused there",
+    lambda tensor: True,
+)
+_below: Callable[[Tensor], Tensor] = private(
+    "torch._C._functorch.get_unwrapped", "as without is_batchedtensor", lambda tensor: tensor
+)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Say whether a vmap that runs makes many of a tensor, whose values are no single ones."""
+    while is_wrapped_by_transform(tensor):
+        if _is_batched(tensor) or (inside := _below(tensor)) is tensor:
+            return True
+        tensor = inside
+    return False
+
 
 dispatch_modes: Callable[[], int] = private(
     "torch._C._len_torch_dispatch_stack",

@@ -5,6 +5,7 @@ Shapes: a dense mask broadcasts to (B, N, T, S), True = attend; its dims of size
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from threading import Lock
@@ -22,6 +23,7 @@ from polyattn.torch.internals import (
     are_transforms_active,
     dispatch_modes,
     is_exported,
+    is_mapped,
     may_be_traced_before_autograd,
 )
 
@@ -114,7 +116,7 @@ def _is_bound(leaf: Mask, device: torch.device) -> bool:
 
 def check_mask(mask: Mask, lengths: Lengths) -> None:
     """Raise :class:`InvalidProblem` where an array of the mask does not fit the problem."""
-    check_arrays(mask, lengths, known, torch.arange)
+    check_arrays(mask, lengths, known, functools.partial(torch.arange, device="cpu"))
 
 
 def known(payload: Any) -> Tensor | None:
@@ -122,8 +124,10 @@ def known(payload: Any) -> Tensor | None:
     if torch.compiler.is_compiling() or is_traced_by_proxies():
         return None
     if not isinstance(payload, Tensor):
-        return torch.as_tensor(payload)
-    return payload if type(payload) is Tensor and payload.is_cpu else None
+        return torch.as_tensor(payload, device="cpu")
+    if type(payload) is not Tensor or not payload.is_cpu or is_mapped(payload):
+        return None
+    return payload
 
 
 def is_traced_by_proxies() -> bool:

@@ -11,9 +11,9 @@ In the order in which a comparison asks them:
   `counterparts`, `tensor_pairs` (tensors of a call);
 - whether it may be compared: `guards`; how far apart: `distance`, `thresholds`, `noise`,
   `calibration`;
-- who is to blame: `called` and `judge` (each call), `differences_of_form` (no fault), `changes_in_place`,
-  `inputs_without_effect`, `not_handed_on`, `drift`, `blamed_weight`, and `blame`, which takes the
-  first;
+- who is to blame: `called`, `judge` (each call), `differences_of_form` (no fault),
+  `changes_in_place`, `inputs_without_effect`, `not_handed_on`, `drift`, `blamed_weight`, and
+  `blame`, which takes the first;
 - what is said: `verdict`, `verdict_rows`, `verdict_text`. `comparison` runs it all.
 """
 

@@ -128,7 +128,7 @@ def beyond_autocast(call: Call) -> Call:
     @functools.wraps(call)
     def widened(q: Tensor, *others: Any) -> Result:
         kind = q.device.type
-        if not torch.is_autocast_enabled(kind):
+        if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
             return call(q, *others)
         with torch.autocast(kind, enabled=False):
             return call(q, *others)
