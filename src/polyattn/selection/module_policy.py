@@ -70,7 +70,10 @@ class _Leave:
 
 
 class _Entered(threading.local):
-    """What the local policy was made by calls of this thread outside of compiled code, of whom."""
+    """The policies that this thread's eager calls put in force, the innermost last.
+
+    Each with what it made of the local policy, and the id of its module.
+    """
 
     def __init__(self) -> None:
         self.in_force: list[tuple[str, int]] = []

@@ -77,7 +77,7 @@ def trained_flash_cpu(function: Any, problem: Problem, careful: Kernel) -> Kerne
         if not ordinary:
             return careful(q, k, v, mask, bias, sinks)
         if allowed is not None:
-            # of the default dtype, and float32, as the scores are
+            # the numbers are of torch's default dtype, the scores of float32
             added = torch.where(allowed, 0.0, float("-inf")).float()
         if added is None and scale is None:  # torch's argument parser takes 1 us for two keywords
             out = function(q4, k4, v4, 0.0, causal)[0]
