@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn.masks import LeftPadding, Mask, Padding
+from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
-from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
 from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
 from polyattn.torch.internals import are_higher, transforms
-from polyattn.torch.kit.masking import bind_mask, check_mask, known
+from polyattn.torch.kit.masking import bind_mask, known
 
-__all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "rebind", "rebinder"]
+__all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of"]
 
 
 @dataclass(frozen=True)
@@ -90,75 +87,6 @@ def admit(q: Any, k: Any, v: Any, **options: Any) -> Call:
         None if cast is None else getattr(torch, cast),
         options.get("mask") is not None,
     )
-
-
-class Lengths(NamedTuple):
-    """The sizes of a call that its mask has to fit."""
-
-    batch: int
-    heads: int
-    q_len: int
-    kv_len: int
-    layout: str
-
-
-def rebind(mask: Mask, problem: Problem, q: Tensor, k: Tensor) -> Mask:
-    """Bind the mask of a further call of the same class; its arrays may hold other values."""
-    return rebinder(problem)(mask, q, k)
-
-
-def rebinder(problem: Problem) -> Callable[[Mask, Tensor, Tensor], Mask]:
-    """Return ``bind(mask, q, k)`` for calls of one class.
-
-    A model hands the same mask to all of its layers: what it becomes at these sizes is kept while
-    that object comes again, if its arrays stay the caller's own. What these hold is checked in each
-    call, for not every write to them is counted.
-    """
-    kept: tuple[Callable[[], Mask | None], tuple[Any, ...], Mask] | None = None
-
-    def bind(mask: Mask, q: Tensor, k: Tensor) -> Mask:
-        nonlocal kept
-        here = q.shape, k.shape, q.device
-        lengths = problem if problem.layout == "packed" else _lengths(problem.layout, q, k)
-        last = kept
-        if last is not None and last[0]() is mask and last[1] == here:
-            bound = last[2]
-        else:
-            bound = _bound(mask, lengths, q.device)
-            kept = (weakref.ref(mask), here, bound) if _holds_lengths(mask, q.device) else None
-        check_mask(bound, lengths)
-        return bound
-
-    return bind
-
-
-def _lengths(layout: str, q: Tensor, k: Tensor) -> Lengths:
-    row = 1 if layout == "BTNH" else 2
-    return Lengths(q.shape[0], q.shape[3 - row], q.shape[row], k.shape[row], layout)
-
-
-def _bound(mask: Mask, lengths: Lengths | Problem, device: torch.device) -> Mask:
-    """Return a mask as simple as the lengths make it, its arrays on the device."""
-    if lengths.layout == "packed":
-        return bind_mask(mask, device)
-    simple = simplify(mask, lengths.q_len, lengths.kv_len)
-    return bind_mask(mask if simple is None else simple, device)
-
-
-def _holds_lengths(mask: Mask, device: torch.device) -> bool:
-    """Say whether all arrays of a mask are a few lengths, and there already: none is copied."""
-    for leaf in mask.leaves():
-        if leaf.static:
-            continue
-        if type(leaf) not in (Padding, LeftPadding):
-            return False
-        if any(not (x is None or _is_on(x, device)) for x in leaf.arguments):
-            return False
-    return True
-
-
-def _is_on(x: Any, device: torch.device) -> bool:
-    return isinstance(x, Tensor) and x.device == device
 
 
 def autocast_to(dtype: str, device: str) -> torch.dtype | None:

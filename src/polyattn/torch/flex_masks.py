@@ -8,8 +8,8 @@ import torch
 
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Index, Mask
-from polyattn.torch.admission import Lengths
 from polyattn.torch.kit.masking import bind_mask, check_mask, expand_blocks
+from polyattn.torch.repeated_masks import Lengths
 
 __all__ = ["block_mask", "mask_behind"]
 

@@ -13,6 +13,7 @@ from polyattn.masks.biases import Alibi, DenseBias
 from polyattn.selection import scopes
 from polyattn.torch.internals import is_allowed, is_grad_enabled
 from polyattn.torch.internals import is_deterministic as determined
+from polyattn.torch.repeated_masks import signature_of
 from polyattn.torch.size_classes import LAYOUTS
 
 __all__ = [
@@ -244,6 +245,8 @@ def mask_key(mask: Any, q: Any, k: Any, layout: str) -> Any:
         return None
     if type(mask) is Dense and layout in LAYOUTS and type(mask.mask) is Tensor:
         return (Dense, *added_key(mask.mask, q, k, layout))
+    if (signature := signature_of(mask)) is not None:
+        return signature
     parts = [mask_key(part, q, k, layout) for part in mask.parts]
     if not parts or all(isinstance(part, str) for part in parts):
         return mask.signature

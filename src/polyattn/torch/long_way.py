@@ -23,10 +23,11 @@ from polyattn.selection.prepare import Plan, kernel_of, prepare
 from polyattn.selection.registry import registry
 from polyattn.selection.wishes import Wishes, current_wishes
 from polyattn.torch import checkpoints
-from polyattn.torch.admission import Call, admit, rebinder
+from polyattn.torch.admission import Call, admit
 from polyattn.torch.cache import Entry, Wide, resized, table
 from polyattn.torch.keys import Key, switches
 from polyattn.torch.kit.empty import answer_empty
+from polyattn.torch.repeated_masks import rebinder
 from polyattn.torch.size_classes import size_class, span_of
 from polyattn.torch.tensor_checks import tensor_check
 

@@ -19,12 +19,13 @@ from polyattn.masks.biases import Bias
 from polyattn.problem.admission import admit_quantized, check_scales
 from polyattn.selection.prepare import Plan
 from polyattn.torch import short_way
-from polyattn.torch.admission import FRONT, Call, rebind
+from polyattn.torch.admission import FRONT, Call
 from polyattn.torch.call_types import Backends, QuantizedOptions
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.kit.empty import answer_empty
 from polyattn.torch.long_way import dispatch
 from polyattn.torch.refusals import refuse
+from polyattn.torch.repeated_masks import rebinder
 
 __all__ = ["QuantizedWay", "quantized_attention"]
 
@@ -162,7 +163,7 @@ class QuantizedWay:
     def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
         problem, kernel, bound, cast = call.problem, plan.kernel, call.mask, call.cast
         row, static = 1 if problem.layout == "BTNH" else 2, bound is None or bound.is_static
-        empty = problem.empty
+        empty, bind = problem.empty, rebinder(problem)
 
         def run(
             q: Tensor,
@@ -185,7 +186,7 @@ class QuantizedWay:
                 return answer_empty(
                     problem.layout, problem.lse, q, q, v[:0].to(q.dtype), sinks, bias
                 )
-            here = bound if static else rebind(mask, problem, q, k)
+            here = bound if static else bind(mask, q, k)
             quantised = key_scales, value_scales, block_size
             if cast is None:
                 return kernel(q, k, v, here, bias, sinks, quantised)
