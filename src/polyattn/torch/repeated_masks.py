@@ -17,7 +17,7 @@ from torch import Tensor
 from polyattn.masks import LeftPadding, Mask, Padding
 from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
-from polyattn.torch.kit.masking import bind_mask, check_mask, known
+from polyattn.torch.kit.masking import bind_mask, check_mask, is_there, known
 
 __all__ = ["Lengths", "arrays_of_lengths", "rebinder", "signature_of"]
 
@@ -143,4 +143,4 @@ def _bound(mask: Mask, lengths: Lengths | Problem, device: torch.device) -> Mask
 def _holds_lengths(mask: Mask, device: torch.device) -> bool:
     """Say whether all arrays of a mask are a few lengths, and there already: none is copied."""
     arrays = arrays_of_lengths(mask)
-    return arrays is not None and all(x.device == device for x in arrays)
+    return arrays is not None and all(is_there(x, device) for x in arrays)

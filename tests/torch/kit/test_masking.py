@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from polyattn import BlockMap, Causal, Packed, Padding, Window
+from polyattn import BlockMap, Causal, Packed, Padding, PrefixLM, Segments, Window
+from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
+from polyattn.torch import attention
 from polyattn.torch.kit.masking import (
     Dims,
     bind_mask,
@@ -68,3 +71,27 @@ def test_dense_is_what_the_mask_says(name: str) -> None:
     )
     seen = found.expand(full).any(2).unsqueeze(-1)
     assert torch.equal(view.seen.expand(seen.shape), seen)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64], ids=str)
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["NumPy", "torch"])
+@pytest.mark.parametrize("backend", ["native_cpu", "sdpa_flash", "reference"])
+def test_unsigned_integers_are_integers(dtype, make, backend):
+    q, ids = torch.randn(2, 6, 2, 8), np.repeat([[0, 0, 1, 1, 2, 2]], 2, 0)
+
+    def out(dtype):
+        given = [make(np.array(x, dtype)) for x in ([3, 4], ids, [0, 2, 6])]
+        lengths, segments, offsets = given
+        rows = Padding(kv_lengths=lengths) & Segments(segments, segments)
+        whole = attention(q, q, q, mask=rows, backend=backend)
+        packed = attention(*[q[0]] * 3, mask=Packed(offsets), layout="packed", backend=backend)
+        return whole, packed, attention(q, q, q, mask=PrefixLM(lengths), backend=backend)
+
+    for got, expected in zip(out(dtype), out(np.int64), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_unsigned_lengths_past_all_keys_are_refused():
+    q, lengths = torch.randn(1, 6, 2, 8), np.array([2**64 - 1], np.uint64)
+    with pytest.raises(InvalidProblem, match="expected 0 to 6"):
+        attention(q, q, q, mask=Padding(kv_lengths=lengths))

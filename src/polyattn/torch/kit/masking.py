@@ -36,6 +36,7 @@ __all__ = [
     "expand_blocks",
     "four_dims",
     "grid",
+    "is_there",
     "is_traced_by_proxies",
     "known",
     "materialise",
@@ -96,9 +97,9 @@ def bind_mask(mask: Mask, device: torch.device) -> Mask:
     """Return `mask` with its arrays as tensors on `device`."""
 
     def move(name: str, payload: Any) -> Any:
-        if payload is None or (isinstance(payload, Tensor) and payload.device == device):
+        if payload is None or is_there(payload, device):
             return payload
-        array = torch.as_tensor(payload, device=device)
+        array = _compared(torch.as_tensor(payload, device=device))
         return array if array.numel() else array.to(torch.bool if name == "mask" else torch.int32)
 
     if all(_is_bound(leaf, device) for leaf in mask.leaves()):
@@ -110,8 +111,23 @@ def _is_bound(leaf: Mask, device: torch.device) -> bool:
     """Whether a mask has arrays of its device alone, or none: a new one would say the same."""
     return leaf.static or (
         type(leaf) in (Padding, LeftPadding, Dense)
-        and all(x is None or (isinstance(x, Tensor) and x.device == device) for x in leaf.arguments)
+        and all(x is None or is_there(x, device) for x in leaf.arguments)
     )
+
+
+_UNCOMPARED = frozenset({torch.uint16, torch.uint32, torch.uint64})
+"""Integers that torch holds and hardly computes with."""
+
+
+def is_there(payload: Any, device: torch.device) -> bool:
+    """Say whether :func:`bind_mask` leaves an array of a mask as it is."""
+    is_tensor = isinstance(payload, Tensor)
+    return is_tensor and payload.device == device and payload.dtype not in _UNCOMPARED
+
+
+def _compared(array: Tensor) -> Tensor:
+    """Return integers that torch compares; those past its own are negative, which no mask takes."""
+    return array.to(torch.int64) if array.dtype in _UNCOMPARED else array
 
 
 def check_mask(mask: Mask, lengths: Lengths) -> None:
@@ -124,10 +140,10 @@ def known(payload: Any) -> Tensor | None:
     if torch.compiler.is_compiling() or is_traced_by_proxies():
         return None
     if not isinstance(payload, Tensor):
-        return torch.as_tensor(payload, device="cpu")
+        return _compared(torch.as_tensor(payload, device="cpu"))
     if type(payload) is not Tensor or not payload.is_cpu or is_mapped(payload):
         return None
-    return payload
+    return _compared(payload)
 
 
 def is_traced_by_proxies() -> bool:
