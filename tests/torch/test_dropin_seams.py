@@ -262,3 +262,38 @@ def test_graphs_hold_torchs_function() -> None:
 
 def _scripted(x: torch.Tensor) -> torch.Tensor:
     return sdpa(x, x, x, is_causal=True, scale=0.5)
+
+
+class Heard(torch.overrides.TorchFunctionMode):
+    """Notes what it is asked of, and lets it run."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.log.append((function, len(args), sorted(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_function_modes_are_asked_of_the_call_and_of_nothing_in_it(grad):
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=grad) for _ in range(3))
+    for backend in ("native_cpu", "sdpa_flash"):
+        with use_backend(backend):
+            expected = sdpa(q, k, v, scale=0.3)
+            with Heard() as mode:
+                out = sdpa(q, k, v, scale=0.3)
+        assert mode.log == [(sdpa, 6, ["enable_gqa", "scale"])]
+        torch.testing.assert_close(out, expected)
+
+
+def test_a_function_mode_may_answer_by_itself():
+    class Answering(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return args[0] + 1 if function is sdpa else NotImplemented
+
+    q = torch.randn(1, 2, 8, 16)
+    with Answering():
+        out = sdpa(q, q, q)
+    assert torch.equal(out, q + 1)

@@ -40,6 +40,7 @@ from polyattn.torch.internals import (
     are_overrides_on,
     are_transforms_active,
     break_graph,
+    function_modes,
     is_compiler_loaded,
     mark_constant,
     present_operator,
@@ -93,6 +94,11 @@ def scaled_dot_product_attention(
     """
     if is_dynamo_compiling():
         return trace(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if function_modes() and has_torch_function((query,)):  # not below one that is being asked
+        return handle_torch_function(  # type: ignore[no-any-return]
+            scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask,
+            dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
     if attn_mask is not None and _is_torchs(attn_mask):
         return torch_sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
