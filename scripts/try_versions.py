@@ -34,6 +34,7 @@ CORE = (
     "tests/conformance/test_conformance.py",
     "tests/torch/test_internals.py",
     "tests/torch/test_compile.py",
+    "tests/torch/test_sizes_that_change.py",
     "tests/torch/test_admission.py",
     "tests/torch/test_dropin.py",
     "tests/torch/test_paged.py",

@@ -43,8 +43,9 @@ def bounds_of(b: Any, t: Any, s: Any, found: Any, asked: Any, limits: Any) -> An
     if unknown or are_sizes_marked():
         ends = tuple([_ends_of(size) for size in (b, t, s)])
     allowed, ranges, prepared_at = limits(found, here, tuple(is_open), ends, asked)
-    for size, (low, high) in zip((b, t, s), ranges, strict=False):
-        _guard(size, low, high)
+    if ranges:  # one for each size, and maybe one for how many scores there are
+        for size, (low, high) in zip((b, t, s), ranges[:3], strict=True):
+            _guard(size, low, high)
     if len(ranges) > 3:
         _guard(b * t * s, *ranges[3])
     return (*prepared_at, allowed, ends is not None and not ranges and is_open[2])

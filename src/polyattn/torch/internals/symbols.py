@@ -28,9 +28,16 @@ mark_constant(_has_hints)
 def hint_of(size: Any) -> int:
     """Return the number that an open size has in this call, guarding nothing; 0 where none is told.
 
-    A torch without `optimization_hint` tells none: there it is the next power of two, guarded.
+    A torch without `optimization_hint` tells none: there it is the next power of two, guarded, and
+    of sizes that must not be guarded none.
     """
     if not _has_hints():
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        if has_static_value(size):
+            return size  # type: ignore[no-any-return]
+        if are_sizes_marked():
+            return 0
         bound = 1
         while bound < size:
             bound *= 2
