@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -124,6 +125,22 @@ def test_wrong_packed_calls(mask: Any) -> None:
     q = torch.randn(8, 2, 16)
     with pytest.raises(InvalidProblem, match=r"(?s)got .*expected"):
         attention(q, q, q, mask=mask, layout="packed")
+
+
+@pytest.mark.parametrize("bias", [Alibi(torch.ones(4)), DenseBias(torch.zeros(8, 8))])
+def test_packed_calls_say_what_to_do_with_a_bias(bias: Any) -> None:
+    rows = torch.randn(8, 4, 16)
+    ends = [0, 3, 8]
+    with pytest.raises(InvalidProblem, match=r"got bias=.* expected none; pass one row .*Segments"):
+        attention(rows, rows, rows, mask=Packed(ends), bias=bias, layout="packed")
+    row = rows.unsqueeze(0)
+    documents = Segments.of_lengths([3, 5]) & Causal()
+    found = attention(row, row, row, mask=documents, bias=bias)
+    for first, last in pairwise(ends):
+        part, size = row[:, first:last], last - first
+        own = bias if isinstance(bias, Alibi) else DenseBias(bias.bias[:size, :size])
+        alone = attention(part, part, part, mask=Causal(), bias=own)
+        torch.testing.assert_close(found[:, first:last], alone)
 
 
 def test_unknown_options_and_backends() -> None:

@@ -437,6 +437,22 @@ def test_files_that_do_not_fit_the_model(tmp_path: Path, change: Any, message: s
         offload(on_meta(), device="cpu", weights=tmp_path)
 
 
+def test_weights_that_a_library_stores_otherwise_are_no_buffers_that_are_missing(
+    tmp_path: Path,
+) -> None:
+    """transformers joins experts while it loads them: the file has other names."""
+    values = {name: value.clone() for name, value in frozen().state_dict().items()}
+    del values["blocks.3.up.weight"]
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(OffloadError, match=r"other names.*give disk=") as caught:
+        offload(on_meta(), device="cpu", weights=tmp_path)
+    assert "without_weights" not in str(caught.value)
+    model = on_meta()
+    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(OffloadError, match=r"2 tensors.*other names.*; make .*without_weights"):
+        offload(model, device="cpu", weights=tmp_path)
+
+
 def _file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data

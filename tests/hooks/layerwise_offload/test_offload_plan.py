@@ -16,7 +16,13 @@ torch = pytest.importorskip("torch")
 
 from polyattn.errors import OffloadError
 from polyattn.hooks import OffloadPlan, enable_layerwise_offload, offload
-from polyattn.hooks.layerwise_offload import Facts, make_plan, offload_model, settling
+from polyattn.hooks.layerwise_offload import (
+    Facts,
+    make_plan,
+    offload_model,
+    settling,
+    without_weights,
+)
 from polyattn.hooks.layerwise_offload.asked import Asked
 from polyattn.hooks.layerwise_offload.hook import PassHook
 from polyattn.hooks.layerwise_offload.partition import candidates
@@ -168,6 +174,26 @@ def test_a_plan_is_measured_stored_and_followed(tmp_path: Path) -> None:
         with offload(model, device="cpu", disk=tmp_path / "w", plan=stored) as handle:
             assert handle.plan == plan
             assert torch.equal(model(X), want)
+
+
+@pytest.mark.parametrize("given", [{}, {"budget": "10GiB"}])
+def test_a_sample_of_a_model_that_stays_measures_nothing(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """Two slots hold two blocks: where weights come from files the plan is made all the same."""
+    files = pytest.importorskip("safetensors.torch")
+    model, want = frozen(blocks=2), frozen(blocks=2)(X)
+    files.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with without_weights():
+        empty = frozen(blocks=2)
+    for each, where in (
+        (model, {"disk": tmp_path / "w"}),
+        (empty, {"weights": tmp_path / "model.safetensors"}),
+    ):
+        with offload(each, device="cpu", sample=X, **where, **given) as handle:
+            assert not handle.plan.streamed
+            assert torch.equal(each(X), want)
+        assert torch.equal(each(X), want)
 
 
 def test_a_plan_of_another_model_is_an_error(tmp_path: Path) -> None:

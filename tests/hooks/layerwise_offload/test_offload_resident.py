@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,19 @@ def test_casting(model: Model, reference: Model, tmp_path: Path) -> None:
         assert torch.equal(model(X.double()), reference.double()(X.double()))
         model.to("cpu", torch.float32)
         assert torch.equal(model(X), reference.float()(X))
+
+
+@pytest.mark.parametrize("drop", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")])
+def test_moves_to_the_meta_device_leave_weights_where_they_stream_from(
+    drop: Callable[[Model], object], model: Model, reference: Model, tmp_path: Path
+) -> None:
+    """As a program drops a model's memory; they cannot be brought back from there."""
+    with away(model, tmp_path) as handle:
+        drop(model)
+        assert not any(p.is_meta for p in model.blocks.parameters())
+        assert model.first.weight.is_meta, "what does not stream goes, as to any device"
+        assert torch.equal(model.blocks[2](X), reference.blocks[2](X))
+        assert len(handle.units) == 6
 
 
 def test_blocks_that_are_used_by_themselves(model: Model, reference: Model, tmp_path: Path) -> None:

@@ -50,16 +50,15 @@ class Homes:
             names = [name for leaf in leaves for name in (leaf.name, *leaf.aliases)]
             self._named = self._files.named_for(names)
         lost = [
-            leaf.name
+            leaf
             for leaf in leaves
             if leaf.tensor.is_meta and leaf.tensor.numel() and self.stored(leaf) is None
         ]
         if lost:
             raise OffloadError(
-                f"got {len(lost)} tensors without values that are in no file ({_some(lost)}), "
-                "expected all of them in weights=, or in memory: make the model in "
-                "polyattn.hooks.layerwise_offload.without_weights() instead of "
-                'torch.device("meta"), which computes the buffers that a checkpoint leaves out'
+                f"got {len(lost)} tensors without values that are in no file "
+                f"({_some([leaf.name for leaf in lost])}), expected all of them in weights=, or in "
+                f"memory: {_advice(lost)}"
             )
 
     def require(self, nbytes: int) -> None:
@@ -146,6 +145,23 @@ def _equal(stored: StoredTensor, memory: Tensor) -> bool:
             if not torch.equal(theirs, memory[start : start + len(part)].cpu()):
                 return False
     return True
+
+
+def _advice(lost: list[Leaf]) -> str:
+    """Say what to do about tensors that have no values: weights and buffers lack them otherwise."""
+    found = []
+    if any(not leaf.is_buffer for leaf in lost):
+        found.append(
+            "a library may store weights under other names, or in other parts, than its model has "
+            "them, as transformers does with experts: load the model as the library does, and give "
+            "disk= a folder"
+        )
+    if any(leaf.is_buffer for leaf in lost):
+        found.append(
+            "make the model in polyattn.hooks.layerwise_offload.without_weights() instead of "
+            'torch.device("meta"), which computes the buffers that a checkpoint leaves out'
+        )
+    return "; ".join(found)
 
 
 def _some(names: list[str]) -> str:

@@ -38,6 +38,8 @@ class Placement:
             changed = function(tensor)
             if id(tensor) not in streamed or changed.device == tensor.device:
                 return changed
+            if changed.is_meta:  # it has no values to bring back
+                return tensor
             return changed.to(tensor.device)
 
         return apply_to_module(module, where_it_is, recurse)

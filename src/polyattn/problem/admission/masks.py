@@ -89,14 +89,17 @@ def check_mask(
     call = Call(lengths.batch, lengths.heads, lengths.q_len, lengths.kv_len, packed, known, arange)
     for leaf in leaves:
         if packed and not leaf.packs:
-            _no_sequences(leaf)
+            raise InvalidProblem(
+                f"got {leaf!r} in a packed problem, expected masks that have a meaning within each "
+                "sequence; use Segments, or unpack."
+            )
         leaf.check(call)
 
 
-def _no_sequences(owner: Any) -> NoReturn:
+def _no_sequences(bias: Bias) -> NoReturn:
     raise InvalidProblem(
-        f"got {owner!r} in a packed problem, expected masks that have a meaning within each "
-        "sequence; use Segments, or unpack."
+        f"got bias={bias!r} in a packed problem, expected none; pass one row in the layout BTNH, "
+        "with mask=Segments(...) in place of Packed, or unpack."
     )
 
 

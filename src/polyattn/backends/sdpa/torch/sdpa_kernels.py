@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyattn.backends.sdpa.torch.cuda_ways import short_way
+from polyattn.backends.sdpa.torch.lost_sums import keeping_sums
 from polyattn.backends.sdpa.torch.lowering import prepare as lowered
 from polyattn.backends.sdpa.torch.operators import (
     FEW_KEYS,
@@ -61,8 +62,11 @@ def _careful_flash_cpu(
         if problem.compiled and problem.kv_len < 4 * FEW_KEYS:
             return traced_flash_cpu(function, problem)
         return plain_flash_cpu(function, problem)
+    call = flash_cpu(function)
+    if problem.bias is not None and not problem.compiled:
+        call = keeping_sums(call)
     op = Op(
-        flash_cpu(function),
+        call,
         grouped=True,
         zeroes_empty=True,
         causal_with_mask=True,
