@@ -8,7 +8,7 @@ from polyattn.errors import InvalidProblem
 from polyattn.masks.needs import Call
 from polyattn.masks.payload import shape_of
 
-__all__ = ["broadcasts", "fits", "misfit"]
+__all__ = ["broadcasts", "ends", "fits", "misfit"]
 
 _FEW = 256
 
@@ -25,19 +25,23 @@ def fits(owner: Any, lengths: Any, call: Call, most: int, what: str = "length") 
         misfit(owner, shape_of(lengths), f"{shape}, one {what} for each batch entry or sequence")
     read = call.known(lengths)
     if read is not None and not call.packed and read.shape[0]:
-        low, high = _ends(read)
+        low, high = ends(read)
         if low < 0 or high > most:
             raise InvalidProblem(
                 f"got {owner!r} with {what}s from {low} to {high}, expected 0 to {most}."
             )
 
 
-def _ends(read: Any) -> tuple[int, int]:
+def ends(read: Any) -> tuple[int, int]:
     """Return the smallest and the largest entry; a few are compared sooner than two kernels run."""
-    if read.shape[0] > _FEW:
-        return int(read.min()), int(read.max())
-    entries = read.tolist()
-    return min(entries), max(entries)
+    if read.shape[0] <= _FEW:
+        try:
+            entries = read.tolist()
+        except RuntimeError:  # torch 2.9 lists nothing inside transforms of torch.func
+            pass
+        else:
+            return min(entries), max(entries)
+    return int(read.min()), int(read.max())
 
 
 def broadcasts(owner: Any, got: tuple[int, ...], full: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from polyattn.masks import Causal, Mask
+from polyattn.masks.fits import ends
 from polyattn.problem.admission import admit_pages, check_lengths
 from polyattn.selection.prepare import Plan
 from polyattn.torch import short_way
@@ -21,6 +22,7 @@ from polyattn.torch.admission import FRONT, Call
 from polyattn.torch.call_types import Backends, PagedOptions
 from polyattn.torch.keys import Key, key_for
 from polyattn.torch.kit.empty import answer_empty
+from polyattn.torch.kit.masking import known
 from polyattn.torch.long_way import dispatch
 from polyattn.torch.refusals import refuse
 
@@ -156,9 +158,8 @@ class _PagedWay:
             table: Tensor,
             lengths: Tensor,
         ) -> Any:
-            if told:
-                known = lengths.tolist()
-                check_lengths(min(known), max(known), problem)
+            if told and (read := known(lengths)) is not None:
+                check_lengths(*ends(read), problem)
             if empty:
                 return answer_empty(problem.layout, problem.lse, q, k, v, sinks)
             return kernel(q, k, v, mask, None, sinks, (table, lengths))

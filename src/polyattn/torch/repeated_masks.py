@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyattn.masks import LeftPadding, Mask, Padding
+from polyattn.masks.fits import ends
 from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
 from polyattn.torch.kit.masking import bind_mask, check_mask, is_there, known
@@ -22,7 +23,6 @@ from polyattn.torch.kit.masking import bind_mask, check_mask, is_there, known
 __all__ = ["Lengths", "arrays_of_lengths", "rebinder", "signature_of"]
 
 _OF_LENGTHS = (Padding, LeftPadding)
-_FEW = 256  # entries that are compared sooner than two kernels run
 _MOST = 8  # masks that are kept: those of one model's layers
 
 
@@ -69,17 +69,17 @@ def _asker(mask: Mask, lengths: Lengths | Problem) -> Callable[[], bool]:
         for x, most in zip(leaf.arguments, (lengths.q_len, lengths.kv_len), strict=True)
         if x is not None
     )
-    few = lengths.layout != "packed" and 0 < batch <= _FEW
+    any_read = lengths.layout != "packed" and batch > 0
 
     def fit() -> bool:
-        if not few:
+        if not any_read:
             return False
         for x, most in arrays:
             read = known(x)
             if x.shape != shape or read is None:
                 return False
-            entries = read.tolist()
-            if min(entries) < 0 or max(entries) > most:
+            low, high = ends(read)
+            if low < 0 or high > most:
                 return False
         return True
 
