@@ -185,3 +185,22 @@ def test_problem_classes_round_lengths_and_keep_what_changes_the_choice() -> Non
     assert classes[0] == classes[1] != classes[2]
     windows = [MaskFacts.parse(f"Window(left={n}, right=None)", None) for n in (16, 64)]
     assert problem_class(p.with_(mask=windows[0])) != problem_class(p.with_(mask=windows[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("POLYATTN_TUNNING", "POLYATTN_TUNING"),
+        ("POLYATTN_CACHEDIR", "POLYATTN_CACHE_DIR"),
+        ("polyattn_backend", "POLYATTN_BACKEND"),
+    ],
+)
+def test_misspelt_variables_are_named(name: str, meant: str) -> None:
+    (said,) = settings.misspelt({name: "1", meant: "x", "PATH": ""})
+    assert name in said and repr(meant) in said
+
+
+def test_other_variables_of_ours_are_no_misspelt_settings() -> None:
+    others = ("RUN", "CXX", "SANITIZE", "TESTS", "VERSION")
+    assert settings.misspelt(dict.fromkeys(settings.VARIABLES, "")) == []
+    assert settings.misspelt({f"POLYATTN_{name}": "1" for name in others}) == []

@@ -9,6 +9,7 @@ A value that means nothing is an error that lists the valid ones, never ignored.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +22,8 @@ from polyattn import epoch
 from polyattn.errors import SettingsError, near_matches
 
 __all__ = [
-    "BACKEND", "NATIVE_ISAS", "NO_HOME", "VARIABLES", "Settings", "compiler", "current", "raw",
-    "reload", "rows", "steps_of", "variable", "within",
+    "BACKEND", "NATIVE_ISAS", "NO_HOME", "VARIABLES", "Settings", "compiler", "current",
+    "misspelt_here", "raw", "reload", "rows", "steps_of", "variable", "within",
 ]  # fmt: skip
 
 NATIVE_ISAS = ("generic", "avx2", "avx512", "avx512bf16", "neon", "amx", "amx_twin")
@@ -192,6 +193,24 @@ def _shown(value: object) -> str | None:
 VARIABLES = tuple(_variable(row.name) for row in fields(Settings))
 
 
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """Say which variables are no settings and look like one: nothing reads them.
+
+    >>> misspelt({"POLYATTN_TUNNING": "off", "POLYATTN_OF_OTHERS": "1"})
+    ["got POLYATTN_TUNNING, which is no setting. Did you mean 'POLYATTN_TUNING'?"]
+    """
+    known = {row.name: _variable(row.name) for row in fields(Settings)}
+    said = []
+    for name in sorted(environ):
+        if not name.upper().startswith("POLYATTN_") or name in VARIABLES:
+            continue
+        bare = name.lower().removeprefix("polyattn_")
+        close = difflib.get_close_matches(bare, known, n=1, cutoff=0.7)
+        if close:
+            said.append(f"got {name}, which is no setting. Did you mean {known[close[0]]!r}?")
+    return said
+
+
 def rows() -> Iterator[tuple[str, str, str]]:
     """Yield each setting's variable, its values and its meaning, in Markdown.
 
@@ -253,6 +272,11 @@ def current() -> Settings:
         if known:
             epoch.invalidate()
     return _current
+
+
+def misspelt_here() -> list[str]:
+    """Say of the environment what :func:`misspelt` finds."""
+    return misspelt(os.environ)
 
 
 def compiler() -> str | None:

@@ -136,6 +136,12 @@ def test_too_few_rounds_are_refused(rounds: str, capsys: pytest.CaptureFixture) 
     assert "at least 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("block_ms", ["nan", "inf", "0"])
+def test_blocks_without_a_length_are_refused(block_ms: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["overhead", "--block-ms", block_ms]) == 2
+    assert "longer than 0 ms" in capsys.readouterr().err
+
+
 def test_plot_is_drawn(record: dict, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from polyattn.bench.plot import draw
@@ -175,3 +181,35 @@ def test_a_foreign_file_is_a_clear_error(
     assert main(["compare", str(path), str(path)]) == 2
     assert "polyattn bench" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "none.json"), str(path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"machine": None}, "'machine'"),
+        ({"versions": 3}, "'versions'"),
+        ({"rows": {}}, "'rows'"),
+        ({"rows": ["name"]}, "'rows'"),
+        ({"rows": [{}]}, "no name"),
+        ({"rows": [{"name": "a", "extra_us": 3}]}, "'extra_us' of the row 'a'"),
+        ({"rows": [{"name": "a", "extra_us": {"median": 1.0}}]}, "quartiles"),
+    ],
+)
+def test_a_damaged_record_is_a_clear_error(
+    changes: dict, said: str, record: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "damaged.json"
+    records.write({**record, **changes}, path)
+    assert main(["compare", str(path), str(path)]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_records_without_a_row_in_common_cannot_be_compared(
+    record: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole, other = tmp_path / "whole.json", tmp_path / "other.json"
+    records.write(record, whole)
+    for rows in ([], [{"name": "no such", "extra_us": {"median": 1, "q1": 1, "q3": 1}}]):
+        records.write({**record, "rows": rows}, other)
+        assert main(["compare", str(whole), str(other)]) == 2
+        assert "no row in common" in " ".join(capsys.readouterr().err.split())

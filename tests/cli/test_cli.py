@@ -130,6 +130,11 @@ class TestExplain:
             ("--q 1,8,2,8 --sinks -3", "expected sinks: an integer >= 0"),
             ("--q 8,2,8 --layout packed --sequences 0", "expected sequences: an integer >= 1"),
             ("--from-record /none.jsonl", "none.jsonl"),
+            ("--from-record /none.jsonl --q 1,2,3,4", "--q and --from-record"),
+            ("--from-record /none.jsonl --causal", "--causal and --from-record"),
+            ("--from-record /none.jsonl --value-dim 3", "--value-dim and --from-record"),
+            ("--q 1,2,3,4 --bias-grad", "without --bias"),
+            ("--q 1,2,3,4 --sequences 5", "--layout packed"),
             ("", "expected --q"),
         ],
     )
@@ -178,6 +183,11 @@ class TestDoctor:
         assert main(["doctor", "reference"]) == 0
         assert main(["doctor", "refrence"]) == 2
         assert "Did you mean 'reference'" in capsys.readouterr().err
+
+    def test_a_misspelt_setting_is_amiss(self, capsys, monkeypatch):
+        monkeypatch.setenv("POLYATTN_TUNNING", "off")
+        assert main(["doctor", "--json"]) == 1
+        assert "'POLYATTN_TUNING'" in " ".join(json.loads(capsys.readouterr().out)["amiss"])
 
     def test_a_bad_setting_is_amiss(self):
         done = run("doctor", env={"POLYATTN_TUNING": "perhaps"})
@@ -274,6 +284,7 @@ class TestTune:
         [
             ["--forget", "everything"],
             ["--from-record", "none"],
+            ["--from-record", "none", "--record", "some"],
             ["--show", "x.py"],
             [],
             ["--rounds", "2", "x.py"],

@@ -225,6 +225,7 @@ class TestShow:
         [
             ("torch.backends.cudnn.benchmark", "cudnn.benchmark"),
             ("cuda.enable_flash_sdp", "cuda.flash_sdp_enabled"),
+            ("torch.set_num_threads", "num_threads"),
         ],
     )
     def test_other_spellings(self, name, found, capsys):
@@ -237,6 +238,8 @@ class TestShow:
         names = [row["name"] for row in json.loads(out)["torch"]]
         assert len(names) == len(set(names)) > 5
         assert all(name.startswith("mkldnn.") for name in names)
+        _, whole, _ = flags(capsys, "show", "torch.backends.mkldnn", "--json")
+        assert {row["name"] for row in json.loads(whole)["torch"]} == set(names)
 
     def test_near_matches(self, capsys):
         code, out, err = flags(capsys, "show", "cudnn.benchmrk")
@@ -244,6 +247,7 @@ class TestShow:
         assert "'cudnn.benchmark'" in err
         assert "Did you mean 'cudnn'" in flags(capsys, "show", "cudn")[2]
         assert flags(capsys, "show", "zzz")[0] == 2
+        assert flags(capsys, "show", "num_thread")[2].count("Did you mean") == 1
 
     def test_jax_where_it_is(self, capsys):
         pytest.importorskip("jax")

@@ -1,6 +1,8 @@
 """`polyattn tune` says under which flags times were measured."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,7 @@ from polyattn import flags as knobs
 from polyattn.cli import main
 from polyattn.problem import Problem
 from polyattn.torch.flags import snapshot
-from polyattn.tuning import Measurement, digest, lookup
+from polyattn.tuning import Key, Measurement, digest, lookup
 
 P = Problem(batch=2, q_len=16, kv_len=16, heads=4, kv_heads=4, head_dim=8, layout="BNTH")
 
@@ -120,3 +122,27 @@ def test_an_empty_table_is_shown(table, capsys):
     text, plain = show(capsys)
     assert "0 rows" in text
     assert plain == {"rows": [], "flags": {}, "differ": {}, "unknown": {}}
+
+
+def test_rows_of_no_problem_are_shown_as_they_stand(table, capsys):
+    record(table, ["of_a_problem"])
+    row = Measurement("foreign", "{}", 2e-5, 1e-5, 3e-5, 20, 0.0, 1e-6, True)
+    table.record(Key("cpu:test", "polyattn=0", "some problem"), [row])
+    text, plain = show(capsys)
+    assert "some problem" in text and "query (2," in text
+    assert {one["backend"] for one in plain["rows"]} == {"of_a_problem", "foreign"}
+
+
+@pytest.mark.parametrize("target", ["-", "/dev/stdout"])
+def test_export_goes_to_a_pipe(table, target):
+    record(table, ["one"])
+    command = [sys.executable, "-m", "polyattn", "tune", "--export", target]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    document, _ = json.JSONDecoder().raw_decode(made.stdout)
+    assert [row["backend"] for row in document["rows"]] == ["one"]
+
+
+def test_export_to_standard_output_is_json_already(table, capsys):
+    assert main(["tune", "--export", "-", "--json"]) == 2
+    assert "expected one of them" in capsys.readouterr().err

@@ -414,9 +414,14 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ["--problems", "none"],
         ["--backend", "sdpa_flsh"],
         ["--case", "nonsense"],
+        ["--problems", "²"],
+        ["--time-limit", "nan"],
         ["--device", "tpu"],
+        ["--device", "meta"],
+        ["--device", "mps"],
+        ["--device", "meta", "--case", "{}"],
     ],
-    ids=["count", "backend", "case", "device"],
+    ids=["count", "backend", "case", "digit", "limit", "device", "meta", "absent", "meta case"],
 )
 def test_wrong_use_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2

@@ -108,6 +108,20 @@ def test_directory_finds_names_aliases_and_paths(name: str) -> None:
     assert Directory(KNOBS, ("torch.",)).find(name) is KNOBS[0]
 
 
+def test_directory_finds_what_sets_one_knob_alone() -> None:
+    def knob(name: str, where: str) -> Knob:
+        return Knob(name=name, kind="knob", type="bool", about="", where=where)
+
+    alone = knob("threads", "torch.set_threads")
+    several = [knob("mode", "torch.set_mode"), knob("warn_only", "torch.set_mode")]
+    hidden = knob("hidden", "torch.threads")  # the name of another
+    directory = Directory([alone, *several, hidden], ("torch.",))
+    assert directory.find("torch.set_threads") is directory.find("set_threads") is alone
+    assert directory.find("torch.threads") is alone
+    with pytest.raises(FlagsError, match="which there is not"):
+        directory.find("torch.set_mode")
+
+
 @pytest.mark.parametrize(
     ("name", "near"), [("cuda.flags", "'cuda.flag'"), ("flag", "'cudnn.flag'"), (None, "table()")]
 )

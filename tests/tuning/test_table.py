@@ -82,6 +82,9 @@ def filled(path):
         {"config": '{"a": 1e999}'},
         {"config": '{"a": 1, "a": 2}'},
         {"config": "[" * 100_000},
+        {"config": "[1]"},
+        {"config": "3"},
+        {"config": '"compile"'},
         {"config": {}},
         {"median_s": 0.0},
         {"median_s": -1.0},
@@ -211,7 +214,7 @@ def test_any_valid_entry_comes_back_equal(tmp_path_factory, texts, numbers, erro
         key = Key(*texts[:3])
         one = measured(
             texts[3],
-            config=json.dumps(texts[4]),
+            config=json.dumps({"text": texts[4]}),
             min_s=numbers[0],
             median_s=numbers[1],
             max_s=numbers[2],
@@ -551,6 +554,7 @@ def test_damage_under_an_open_table(filled, damage, first):
         "repeats = 'many'",
         "verified = 7",
         "config = '{'",
+        "config = '[1]'",
         "config = CAST(x'ff' AS TEXT)",
         "backend = ''",
         "backend = 'another'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from polyattn.bench.harm import bench_harm as harm
 from polyattn.bench.jax import bench_jax
 from polyattn.bench.models import bench_models
 from polyattn.bench.offload import bench_offload
+from polyattn.bench.outputs import check_outputs
 from polyattn.bench.programs import bench_programs
 from polyattn.bench.trace import bench_trace as trace
 from polyattn.errors import MissingDependency, PolyattnError
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "offload": bench_offload.run, "overhead": _overhead, "programs": bench_programs.run,
             "trace": trace.run,
         }  # fmt: skip
+        check_outputs(options)
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
         say(f"polyattn bench: {error}", error=True)
@@ -115,7 +118,7 @@ def _add_cpu(kinds: Any) -> None:
 def _overhead(options: argparse.Namespace) -> int:
     from polyattn.bench import overhead, records, report
 
-    if options.rounds < 2 or options.block_ms <= 0:
+    if options.rounds < 2 or not 0 < options.block_ms < math.inf:
         raise PolyattnError(
             f"got --rounds {options.rounds} --block-ms {options.block_ms}, expected at least 2 "
             "rounds and a block longer than 0 ms."

@@ -36,11 +36,20 @@ def read(path: Path) -> dict[str, Any]:
     """Read a record; raise :class:`PolyattnError` for anything else."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        known = record["schema"] == SCHEMA and all("name" in row for row in record["rows"])
-    except (ValueError, KeyError, TypeError) as error:
+        known = record["schema"] == SCHEMA
+    except OSError as error:
+        raise PolyattnError(
+            f"got {path}, which cannot be read ({error.strerror}), expected a record of `polyattn "
+            "bench`; look at the path."
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PolyattnError(
             f"got {path}, expected a record of `polyattn bench` ({error})."
         ) from error
+    if known and (lacking := _lacking(record)):
+        raise PolyattnError(
+            f"got {path}, a record of `polyattn bench` that is damaged: {lacking}; make it again."
+        )
     if not known:
         raise PolyattnError(
             f"got {path} of the schema {record['schema']!r}, expected {SCHEMA!r}; make it again "
@@ -48,6 +57,29 @@ def read(path: Path) -> dict[str, Any]:
         )
     flags.check(record, str(path))
     return dict(record)
+
+
+def _lacking(record: Mapping[str, Any]) -> str:
+    """Say what of a record is not as one writes it; nothing where it can be compared."""
+    for name in ("machine", "versions"):
+        if not isinstance(record.get(name), dict):
+            return f"{name!r} is no object"
+    rows = record.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return "'rows' is no list of objects"
+    for row in rows:
+        if not isinstance(row.get("name"), str):
+            return "a row has no name"
+        for measure in _MEASURES:
+            if row.get(measure) and not _is_spread(row[measure]):
+                return f"{measure!r} of the row {row['name']!r} lacks its median or quartiles"
+    return ""
+
+
+def _is_spread(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(type(value.get(name)) in (int, float) for name in ("median", "q1", "q3"))
 
 
 _MEASURES = {
@@ -74,6 +106,11 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         for row in a["rows"]
         if row.get(measure) and row["name"] in theirs
     ]
+    if not rows:
+        raise PolyattnError(
+            f"got two records of {a.get('kind')!r} with no row in common that holds times, "
+            "expected rows to compare: `polyattn bench compare` is for records of times."
+        )
     notes = [
         f"{what} differs: {a[what]} and {b[what]}"
         for what in ("machine", "versions")

@@ -104,6 +104,7 @@ def _guarded(examine: Callable[[], Any], amiss: list[str]) -> Any:
 
 
 def _settings(amiss: list[str]) -> dict[str, Any]:
+    amiss += settings.misspelt_here()
     try:
         now = settings.current()
     except SettingsError as error:

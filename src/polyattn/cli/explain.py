@@ -114,14 +114,29 @@ _FLAGS = {
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
     if options.from_record:
-        if options.q:
-            raise PolyattnError("got --q and --from-record, expected one of them.")
+        if given := _describes(options):
+            raise PolyattnError(
+                f"got {given} and --from-record, expected one of them: the problems of a record "
+                "are explained as they were recorded."
+            )
         from polyattn.integrations.program.record_file import read_record
 
         return [case.problem for case in read_record(options.from_record).cases]
     if not options.q:
         raise PolyattnError("got no problem, expected --q B,T,N,H or --from-record FILE.")
     return [problem_of(options)]
+
+
+_NOT_OF_A_PROBLEM = ("json", "device", "backend", "never", "from_record")
+
+
+def _describes(options: argparse.Namespace) -> str:
+    """Return an option that was given and that describes a problem, or an empty text."""
+    made = _parser()
+    for name, value in vars(options).items():
+        if name not in _NOT_OF_A_PROBLEM and value != made.get_default(name):
+            return f"--{name.replace('_', '-')}"
+    return ""
 
 
 Answer = Selection | Unsupported

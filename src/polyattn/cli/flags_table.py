@@ -24,6 +24,7 @@ __all__ = [
 
 FRAMEWORKS = ("torch", "jax")
 _PREFIXES = {"torch": ("torch.backends.", "backends.", "torch."), "jax": ("jax.config.", "jax.")}
+_HINT = "Did you mean"
 _VALUE_WIDTH = 24
 _COMMON = 3  # rows from which on a reason is a note of the whole table
 
@@ -48,13 +49,15 @@ def find(name: str, rows: Sequence[Row], framework: str) -> list[Row]:
 
     Raises FlagsError with near matches for an unknown one.
     """
+    directory = Directory((row.knob for row in rows), _PREFIXES[framework])
     try:
-        knob = Directory((row.knob for row in rows), _PREFIXES[framework]).find(name)
+        knob = directory.find(name)
     except FlagsError as error:
-        group = [row for row in rows if row.name.startswith(f"{name.rstrip('.*')}.")]
+        path = directory.short(name).rstrip(".*")
+        group = [row for row in rows if row.name.startswith(f"{path}.")]
         if not group:
             near = near_matches(name, {row.name.partition(".")[0] for row in rows})
-            raise FlagsError(f"{error}{near}", name) from None
+            raise FlagsError(f"{error}{'' if _HINT in str(error) else near}", name) from None
         return group
     return [row for row in rows if row.knob is knob]
 

@@ -62,6 +62,7 @@ MASKS = {kind.__name__: kind for kind in LEAVES if kind is not Packed}
 
 def problem_of(options: argparse.Namespace) -> Problem:
     """Return the problem that the flags describe; InvalidProblem for what makes no sense."""
+    _check_together(options)
     dims = _dims(options)
     mask = _mask(options, dims)
     if mask is not None and options.layout != "packed":
@@ -75,6 +76,17 @@ def problem_of(options: argparse.Namespace) -> Problem:
         grad=options.grad, lse=options.lse, deterministic=options.deterministic,
         contiguous=not options.strided, compiled=options.compiled,
     )  # fmt: skip
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Refuse what only another option gives a meaning: it would be left out without a word."""
+    if options.bias_grad and options.bias is None:
+        raise InvalidProblem("got --bias-grad without --bias, expected the bias: add --bias.")
+    if options.sequences != 1 and options.layout != "packed":
+        raise InvalidProblem(
+            f"got --sequences {options.sequences} with --layout {options.layout}, expected "
+            "--layout packed; the batch of the others is B of --q B,T,N,H."
+        )
 
 
 def _dims(options: argparse.Namespace) -> _Dims:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,11 @@ def main(argv: Sequence[str]) -> int:
         return _MANAGE[managing[0]](options)
     if options.from_record and program:
         raise PolyattnError("got --from-record and a program, expected one of them.")
+    if options.from_record and options.record:
+        raise PolyattnError(
+            "got --from-record and --record, expected one of them: the problems are in a file "
+            "already."
+        )
     if not options.from_record:
         check_program(program)
     check_output("--json", options.json)
@@ -78,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     manage = made.add_argument_group("the table")
     manage.add_argument("--show", action="store_const", const=True, help="print its rows")
-    manage.add_argument("--export", metavar="FILE", help="write its rows as JSON")
+    manage.add_argument("--export", metavar="FILE", help="write its rows as JSON; - is stdout")
     manage.add_argument(
         "--import", dest="import_", metavar="FILE", help="take the rows of an export"
     )
@@ -101,11 +107,9 @@ def _show(options: argparse.Namespace) -> int:
         emit_json(answer, options.json)
         return 0
     words = _in_a_word(flags, differ, unknown)
-    from polyattn.problem import Problem
-
     printed = [
         (
-            Problem.from_json(key.problem),
+            _problem(key.problem),
             one.backend,
             "" if one.config == "{}" else one.config,
             seconds(one.median_s) if one.verified else "",
@@ -126,6 +130,16 @@ def _show(options: argparse.Namespace) -> int:
     for line in _table().notices:
         note(f"tuning table: {line}")
     return 0
+
+
+def _problem(text: str) -> str:
+    """Return a row's problem in words, or as it stands: the table keeps any text for a key."""
+    from polyattn.problem import Problem
+
+    try:
+        return str(Problem.from_json(text))
+    except PolyattnError:
+        return text
 
 
 _SHOWN = (
@@ -194,8 +208,19 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _export(options: argparse.Namespace) -> int:
+    if options.export == "-":
+        return _export_to_stdout(options)
     count = _table().export_json(options.export)
     return _said(options, f"{count} rows written to {options.export}", count)
+
+
+def _export_to_stdout(options: argparse.Namespace) -> int:
+    if options.json:
+        raise PolyattnError("got --export - and --json, expected one of them: both are JSON.")
+    _table().export_json(sys.stdout)
+    for line in _table().notices:
+        note(f"tuning table: {line}")
+    return 0 if _table().persistent else 1
 
 
 def _import(options: argparse.Namespace) -> int:

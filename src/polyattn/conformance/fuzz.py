@@ -66,9 +66,22 @@ def run(
 def _placed(framework: str, device: str) -> AbstractContextManager[Any]:
     """Have JAX's arrays on the device; tensors are put there one by one."""
     if framework != "jax":
+        _check_tensors_on(device)
         return nullcontext()
     several_devices()
     return on_device(device)
+
+
+def _check_tensors_on(device: str) -> None:
+    """Raise where no tensors can be made, or none whose values come back, as of torch's meta."""
+    try:
+        torch.zeros(1).to(device).cpu()
+    except Exception as error:  # torch raises whatever it likes, AssertionError among it
+        why = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise PolyattnError(
+            f"got --device {device}, where torch can keep no results here ({why}), expected one "
+            "that is here, as cpu."
+        ) from error
 
 
 def _tensors_on(framework: str, device: str) -> str:
@@ -290,13 +303,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--case", metavar="SPEC", help="one case, as a failure's line gives it")
     add("--device", default="cpu", help="cpu (default) or cuda; with JAX also rocm or tpu")
     add("--compiled", action="store_true", help="inside torch.compile(fullgraph=True)")
-    add("--time-limit", type=float, metavar="SECONDS", help="stop after the case that passes it")
+    add("--time-limit", type=_seconds, metavar="SECONDS", help="stop after the case that passes it")
     add("--threads", type=_count, default=1, metavar="N", help="torch's threads (default 1)")
     add("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a count of 1 or more")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not found >= 0:  # NaN, too
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, 0 or more")
+    return found

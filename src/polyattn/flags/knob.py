@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -137,7 +138,7 @@ def expected(knob: Knob) -> str:
 
 
 class Directory:
-    """The knobs of a framework by name, by alias and by their full dotted path."""
+    """The knobs of a framework by name, alias, full dotted path and the framework's setter."""
 
     def __init__(self, knobs: Iterable[Knob], prefixes: tuple[str, ...] = ()) -> None:
         self._prefixes = prefixes
@@ -146,14 +147,25 @@ class Directory:
             alias: k.name for k in self._knobs.values() for alias in k.aliases
         }
         self._names |= {name: name for name in self._knobs}
+        places = Counter(knob.where for knob in self._knobs.values())
+        for known in self._knobs.values():
+            if places[known.where] == 1:  # one that sets several knobs stands for none of them
+                self._names.setdefault(self.short(known.where), known.name)
+
+    def short(self, name: str) -> str:
+        """Return a dotted path without the parts that all paths of the framework begin with.
+
+        >>> Directory([], ("torch.backends.", "torch.")).short("torch.backends.cudnn")
+        'cudnn'
+        """
+        for prefix in self._prefixes:
+            name = name.removeprefix(prefix)
+        return name
 
     def find(self, name: object) -> Knob:
         """Return the knob of that name; raise FlagsError with near matches for an unknown one."""
         if isinstance(name, str):
-            short = name
-            for prefix in self._prefixes:
-                short = short.removeprefix(prefix)
-            for spelling in (name, short):
+            for spelling in (name, self.short(name)):
                 if spelling in self._names:
                     return self._knobs[self._names[spelling]]
         raise FlagsError(

@@ -103,16 +103,16 @@ def write_text(text: str, target: PathOrFile, table: Path) -> None:
     path = Path(target)
     _check_not_table(path, table, "name another file")
     try:
-        _replace_file(path.resolve(), text)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")  # a pipe or a terminal, which have no real path
+        else:
+            _replace_file(path.resolve(), text)
     except (OSError, RuntimeError) as error:
         wanted = f"a file that can be written ({error})"
         raise refuse("export", str(path), wanted, "name another file") from error
 
 
 def _replace_file(path: Path, text: str) -> None:
-    if path.exists() and not path.is_file():  # a pipe or a terminal
-        path.write_text(text, encoding="utf-8")
-        return
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.write_text(text, encoding="utf-8")

@@ -105,7 +105,7 @@ class Measurement:
             "Measurement.backend", self.backend, "name the backend, for example 'sdpa_flash'"
         )
         if self.config != "{}":  # most rows: a look-up of times is spared the parsing
-            object.__setattr__(self, "config", canonical_json("Measurement.config", self.config))
+            object.__setattr__(self, "config", _canonical_config(self.config))
         _check_type("Measurement.verified", self.verified, bool)
         _check_type("Measurement.repeats", self.repeats, int)
         if not 1 <= self.repeats <= _MAX_REPEATS:
@@ -191,6 +191,14 @@ def canonical_json(what: str, text: str) -> str:
         return json.dumps(strict_json(text), sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise refuse(what, text, f"JSON ({error})", "write it with json.dumps") from None
+
+
+def _canonical_config(text: str) -> str:
+    """Each call that finds the row makes a mapping of it: nothing else may stand there."""
+    config = canonical_json("Measurement.config", text)
+    if not config.startswith("{"):
+        raise refuse("Measurement.config", text, "a JSON object", 'pass "{}" for none')
+    return config
 
 
 def strict_json(text: str) -> object:

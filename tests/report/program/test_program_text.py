@@ -91,9 +91,11 @@ def test_a_wrong_result_is_not_hidden():
 
 
 def test_nothing_asked():
-    assert "It imported no torch." in text(Record([], []))
+    assert "The program imported no torch." in joined(Record([], []))
     with_torch = Record([], [], processes=[Process("the program", "the program", 1, 0)])
     assert "written out by hand" in text(with_torch)
+    assert "came to a result" in text(with_torch) and "made no call" not in text(with_torch)
+    assert "a call that raises is not counted" in joined(with_torch)
 
 
 def test_only_what_was_not_routed():

@@ -267,6 +267,8 @@ def test_interrupt_on_any_line_of_entering_and_leaving_leaves_nothing() -> None:
 def test_names_may_be_aliases_and_full_paths_but_each_knob_once() -> None:
     with flags({"torch.backends.cuda.enable_flash_sdp": False}):
         assert not torch.backends.cuda.flash_sdp_enabled()
+    with flags({"torch.set_warn_always": True}):
+        assert torch.is_warn_always_enabled()
     with pytest.raises(FlagsError, match=r"cuda\.flash_sdp_enabled twice"):
         flags({"cuda.enable_flash_sdp": False, "cuda.flash_sdp_enabled": False})
 

@@ -31,7 +31,7 @@ def ran(record: Record, colours: Colours) -> str:
     """What ran, and why: a bar of all calls, and a row for each reason."""
     found = reasons(record)
     if not found:
-        return _section("ran", "What ran", element("p", "The program made no call of attention."))
+        return _section("ran", "What ran", element("p", "No call of attention came to a result."))
     calls: Counter[str] = Counter()
     for one in found:
         calls[one.backend] += one.calls

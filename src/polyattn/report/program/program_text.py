@@ -64,12 +64,12 @@ def headline(record: Record) -> str:
 
 
 def _nothing(record: Record) -> str:
-    said = "The program made no call of scaled_dot_product_attention."
+    said = "No call of scaled_dot_product_attention came to a result."
     if not record.processes:
-        return f"{said} It imported no torch."
+        return f"{said} The program imported no torch."
     return (
         f"{said} Attention that is written out by hand, or that torch has traced or compiled into "
-        "a program of its own, cannot be seen."
+        "a program of its own, cannot be seen; a call that raises is not counted."
     )
 
 
