@@ -14,9 +14,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 #include "fences.h"
@@ -112,8 +112,8 @@ class Pool {
     while (workers_ < workers) {
       try {
         std::thread([this] { serve(); }).detach();
-      } catch (const std::system_error&) {
-        return;  // the threads there are, or the caller alone, do all the work
+      } catch (const std::exception&) {  // no thread, or no memory for one
+        return;                          // the threads there are, or the caller alone, do all the work
       }
       ++workers_;
     }

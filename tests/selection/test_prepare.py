@@ -48,13 +48,9 @@ def plug_in() -> Iterator[Callable[..., Backend]]:
             "masks": {"Causal", "Packed", "And"}, "gqa": True, **can,
         }  # fmt: skip
         framework = declared.pop("framework", "torch")
+        parts = {name: declared.pop(name, None) for name in ("extra", "configs")}
         backend = Backend(
-            name,
-            framework,
-            Capabilities(**declared),
-            lambda: Available("1"),
-            load,
-            extra=declared.pop("extra", None),
+            name, framework, Capabilities(**declared), lambda: Available("1"), load, **parts
         )
         made.append(registry.register(backend))
         return backend
@@ -172,6 +168,34 @@ def test_measured_times_are_those_of_the_problem_s_framework(
     found = select_here(jaxs, Wishes())
     assert (found.backend, found.source) == ("sdpa_math", Source.TUNED)
     assert (explain(PROBLEM).backend, explain(PROBLEM).source) == (torchs, Source.HEURISTIC)
+
+
+@pytest.mark.parametrize("name", ["odd", "flex", "of another machine"])
+def test_a_measured_configuration_that_the_backend_does_not_offer_is_left_alone(
+    plug_in: Callable[..., Backend], name: str
+) -> None:
+    told: list[Any] = []
+
+    def load() -> Callable[..., Any]:
+        return lambda problem, config: told.append(config) or (lambda q, *_: q)
+
+    plug_in(load, configs=lambda problem: [{"tile": 8}])
+    here = platform_of("torch")
+    key = lookup.key_for(PROBLEM, here.device_description("cpu"), here.versions())
+    rows = [
+        Measurement(name, '{"bogus":1}', 2e-9, 1e-9, 3e-9, 9, 0.0, 1.0, True),
+        Measurement("odd", '{"tile":8}', 4e-9, 1e-9, 5e-9, 9, 0.0, 1.0, True),
+    ]
+    lookup.table().record(key, rows)
+    try:
+        found = prepare(PROBLEM, Wishes()).selection
+        assert (found.backend, found.source, found.config) == ("odd", Source.TUNED, {"tile": 8})
+        assert told == [{"tile": 8}]
+        lookup.table().forget()
+        lookup.table().record(key, rows[:1])
+        assert select_here(PROBLEM, Wishes()).source is Source.HEURISTIC
+    finally:
+        lookup.table().forget()
 
 
 # Plugins at fault --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn import settings
-from polyattn.errors import MissingDependency, PolyattnError
+from polyattn.errors import MissingDependency, PolyattnError, UnknownBackend
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import Selection
@@ -66,7 +66,21 @@ def _tuned(problem: Problem) -> list[Tuned]:
         return []
     device, versions = platform.device_description(problem.device), platform.versions()
     rows = lookup.measured(problem, device, versions)
-    return [Tuned(row.backend, json.loads(row.config), row.median_s) for row in rows]
+    found = [Tuned(row.backend, json.loads(row.config), row.median_s) for row in rows]
+    return [one for one in found if not one.config or _is_offered(one, problem)]
+
+
+def _is_offered(one: Tuned, problem: Problem) -> bool:
+    """Say whether a backend knows the configuration that it was measured with, here or elsewhere.
+
+    Tables come from other machines and other versions; a kernel is told nothing that it would have
+    to guess at.
+    """
+    try:
+        backend = registry.get(one.backend, problem.framework)
+    except UnknownBackend:
+        return False
+    return one.config in registry.configurations(backend, problem)
 
 
 def prepare(problem: Problem, wishes: Wishes) -> Plan:
