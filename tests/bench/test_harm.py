@@ -316,3 +316,23 @@ def test_wrong_options_are_refused(
 ) -> None:
     assert main(["harm", *arguments]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_interrupted_run_prints_its_rows_and_writes_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    timed, seen = run.timed, []
+
+    def until_the_second(case: UserCase) -> run.Row:
+        seen.append(case)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return timed(case)
+
+    monkeypatch.setattr(run, "timed", until_the_second)
+    path = tmp_path / "harm.json"
+    code = main(["harm", "--only", "tiny decode (1,8,1x16,64)*", "--record", str(path)])
+    told = capsys.readouterr()
+    assert code == 130 and not path.exists()
+    assert seen[0].name in " ".join(told.out.split())
+    assert "interrupted" in told.err and "not written" in told.err

@@ -20,11 +20,17 @@ def conclude(
     show: Callable[[Mapping[str, Any]], None],
     drawn: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda record: record,
 ) -> None:
-    """Print a record by `show` or as JSON, write it where asked, and draw the ratios of `drawn`."""
+    """Print a record by `show` or as JSON, write it where asked, and draw the ratios of `drawn`.
+
+    What was interrupted is printed only.
+    """
     if options.json:
         say(records.dump(record), plain=True)
     else:
         show(record)
+    if record.get("interrupted"):
+        say("interrupted: these are the rows that were measured, not written", error=True)
+        return
     if options.record is not None:
         path = Path(options.record or records.default_path(record, kind))
         records.write(record, path)

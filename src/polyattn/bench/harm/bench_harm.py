@@ -11,7 +11,7 @@ from polyattn.errors import MissingDependency, PolyattnError
 
 __all__ = ["add", "run"]
 
-YES, NO, CANNOT_SAY = 0, 1, 2
+YES, NO, CANNOT_SAY, INTERRUPTED = 0, 1, 2, 130
 _MOST_BARS = 40
 
 
@@ -38,7 +38,7 @@ def add(kinds: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, and return 0 for no harm, 1 for harm, 2 if it cannot be said."""
+    """Measure, print, and return 0 for no harm, 1 for harm, 2 for no answer, 130 on Ctrl-C."""
     if options.record == "" and (options.quick or options.only or options.tuned):
         raise PolyattnError(
             "got --record without FILE beside --quick, --only or --tuned, expected a whole untuned "
@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
         say=lambda line: say(line, error=True),
     )
     conclude(options, record, "harm", report.print_record, _worst)
+    if record["interrupted"]:
+        return INTERRUPTED
     return {True: YES, False: NO, None: CANNOT_SAY}[record["goals_met"]]
 
 

@@ -50,18 +50,25 @@ def measure(
 ) -> dict[str, Any]:
     """Time the problems and return the record; `say` hears what is being done.
 
+    Ctrl-C ends it with the rows that were measured, and "interrupted".
     Raises PolyattnError where the choice is not automatic here, or `only` names nothing.
     """
     cases, begin = chosen(only, quick), time.monotonic()
+    rows: list[Row] = []
+    interrupted = False
     with tuning(tuned) as times:
-        rows = []
-        for number, case in enumerate(cases):
-            say(f"{number + 1}/{len(cases)} {case.name}")
-            rows.append(timed(case))
+        try:
+            for number, case in enumerate(cases):
+                say(f"{number + 1}/{len(cases)} {case.name}")
+                rows.append(timed(case))
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            interrupted = True
         conditions = in_force("harm", Options(repeats=_FIRST.repeats, quick=quick))
     took = round(time.monotonic() - begin)
     conditions |= {"backend": "automatic", "tuned": tuned, "times": times, "took_s": took}
-    return conditions | judged(rows) | {"rows": rows}
+    return conditions | judged(rows) | {"interrupted": interrupted, "rows": rows}
 
 
 @contextmanager
