@@ -143,7 +143,7 @@ def test_padding_is_what_it_is(
         for x, no in zip((k, v), (no_keys, no_keys), strict=True):
             x[no.expand_as(x)] = math.nan
         given = [given[0], k, v]
-    monkeypatch.setattr("polyattn.masks.fits._ends", lambda read: (0, 0))  # as on a device: unread
+    monkeypatch.setattr("polyattn.masks.fits.ends", lambda read: (0, 0))  # as on a device: unread
     out, lse = run(*given, mask, layout)
     assert torch.equal(run(*given, mask, layout, lse=False), out)  # a way of its own, where read
     clean = [x.detach().nan_to_num(0).requires_grad_(trains) for x in given]
