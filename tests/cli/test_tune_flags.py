@@ -124,7 +124,8 @@ def test_an_empty_table_is_shown(table, capsys):
     assert plain == {"rows": [], "flags": {}, "differ": {}, "unknown": {}}
 
 
-def test_rows_of_no_problem_are_shown_as_they_stand(table, capsys):
+def test_rows_of_no_problem_are_shown_as_they_stand(table, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
     record(table, ["of_a_problem"])
     row = Measurement("foreign", "{}", 2e-5, 1e-5, 3e-5, 20, 0.0, 1e-6, True)
     table.record(Key("cpu:test", "polyattn=0", "some problem"), [row])
