@@ -235,9 +235,18 @@ def test_interleaved_times_tell_fast_from_slow():
     assert len(times["a"].seconds) == 5
 
 
+@pytest.fixture
+def short_compilation():
+    """Keep XLA's compiling short where it is most of a test's time and none of its subject."""
+    jax = pytest.importorskip("jax")
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.mark.slow
-def test_problems_of_jax_are_tuned_with_backends_of_jax():
-    pytest.importorskip("jax")
+def test_problems_of_jax_are_tuned_with_backends_of_jax(short_compilation):
     from polyattn.jax import explain as explain_in_jax
 
     mask = MaskFacts.parse("Causal() & Padding(q=None, kv=2)", "bottom_right")
