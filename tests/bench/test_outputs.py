@@ -41,7 +41,7 @@ def test_what_cannot_be_written_is_said_first(
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "r.json", Path("/dev/null/r.json")):
         assert main([*argv, str(path)]) == 2
-        assert f"{argv[1]} {path}" in "".join(capsys.readouterr().err.split("\n"))
+        assert f"{argv[1]}={path}" in "".join(capsys.readouterr().err.split("\n"))
     assert not measured and [one.name for one in tmp_path.iterdir()] == ["file"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polyattn.cli import main
-from polyattn.cli.outputs import check_output
+from polyattn.outputs import check_output
 
 pytest.importorskip("torch")
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from polyattn.cli.arguments import number, parser, split_program
-from polyattn.cli.outputs import check_output
 from polyattn.cli.program import check_program
 from polyattn.cli.supervise import run_supervised
 from polyattn.errors import PolyattnError
+from polyattn.outputs import check_output
 
 if TYPE_CHECKING:
     from polyattn.integrations.program.asked import Record

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from polyattn import flags as knobs
 from polyattn.cli.arguments import number, parser, split_program
-from polyattn.cli.outputs import check_output
 from polyattn.cli.printing import console, emit_json, note, seconds, table
 from polyattn.cli.program import check_program
 from polyattn.cli.progress import progress_bar
 from polyattn.errors import PolyattnError
+from polyattn.outputs import check_output
 from polyattn.selection.registry import registry
 
 if TYPE_CHECKING:
