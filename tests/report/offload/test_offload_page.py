@@ -92,6 +92,9 @@ def test_in_a_browser(report: OffloadReport, driver: Any, tmp_path: Path) -> Non
     path = tmp_path / "page.html"
     path.write_text(page(report), encoding="utf-8")
     driver.get(path.as_uri())
+    read = "return document.readyState === 'complete' && location.href === arguments[0]"
+    wait = pytest.importorskip("selenium.webdriver.support.wait")
+    wait.WebDriverWait(driver, 60, 0.05).until(lambda _: driver.execute_script(read, path.as_uri()))
     assert driver.find_element("css selector", "h1").is_displayed()
     bars = driver.find_elements("css selector", "rect.compute")
     assert len(bars) == 18

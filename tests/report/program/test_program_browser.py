@@ -22,6 +22,7 @@ FLAGS = (
     "--disable-dev-shm-usage --window-size=1440,1200"
 )
 WIDE = "return document.documentElement.scrollWidth - window.innerWidth"
+READ = "return document.readyState === 'complete' && location.href === arguments[0]"
 COLOUR = "return getComputedStyle(arguments[0])[arguments[1]]"
 
 
@@ -34,7 +35,8 @@ class Browser:
     def open(self, record):
         self.count += 1
         self.driver.get_log("browser")
-        self.driver.get(write_page(record, self.folder / f"{self.count}.html").as_uri())
+        self.driver.get(address := write_page(record, self.folder / f"{self.count}.html").as_uri())
+        self.wait(lambda: self.run(READ, address))  # get() was seen to return amid a long table
         return self
 
     def run(self, script, *arguments):

@@ -26,6 +26,8 @@ FLAGS = (
     "--disable-dev-shm-usage --window-size=1440,1200"
 )
 
+READ = "return document.readyState === 'complete' && location.href === arguments[0]"
+
 # how much of the chart has the culprit's colour of a bright page, after an event if one is named
 RED = """
     if (arguments[0]) window.dispatchEvent(new Event(arguments[0]));
@@ -49,6 +51,7 @@ class Browser:
         path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
         self.driver.get_log("browser")
         self.driver.get(path.as_uri())
+        self.wait(lambda: self.run(READ, path.as_uri()))  # get() was seen to return amid a page
         if ready:
             self.wait(lambda: self.run("return document.documentElement.className === 'js'"))
         return self
