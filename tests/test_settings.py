@@ -57,6 +57,8 @@ def _given(shown: settings.Settings) -> dict[str, str]:
         ("BACKEND", " Flex", "flex"),
         ("CACHE_DIR", "/tmp/here", "/tmp/here"),
         ("TUNING", "OFF", "off"),
+        ("TUNING", "0", "off"),
+        ("CALIBRATION", "true", "on"),
         ("NATIVE_ISA", "avx2", "avx2"),
         ("TRACE_ACTIVATIONS", "yes", "on"),
         ("TRACE_STATS", "a, b,", "a,b"),

@@ -240,6 +240,7 @@ class Door {
     Recent& recent = recent_[place_of(fields)];
     nb::object row = recent.row;  // owned here: what follows may change the table
     if (!row.is_valid() || !Keys::is_same(recent.key.ptr(), fields, around)) {
+      if (!Keys::is_of_its_types(of)) return kNo;
       const nb::object key = Keys::built(fields, around);
       if (!key.is_valid()) return kError;
       PyObject* const known = PyDict_GetItemWithError(here_[kRows], key.ptr());

@@ -136,6 +136,12 @@ class Keys {
     return true;
   }
 
+  // Whether no option is of a type that admission refuses though it equals what it takes: True, 1.0.
+  static bool is_of_its_types(const Key& of) {
+    if (PyBool_Check(of.scale) || PyBool_Check(of.softcap) || PyBool_Check(of.dropout_p)) return false;
+    return (of.causal == Py_None || PyBool_Check(of.causal)) && (of.gqa == Py_None || PyBool_Check(of.gqa));
+  }
+
   // A tuple that equals the polyattn.torch.cache.Key of the call, and has its hash.
   static nb::object built(PyObject* const* fields, const Around& around) {
     nb::object key = nb::steal(PyTuple_New(kFieldCount));

@@ -120,7 +120,8 @@ _BACKEND = _Values(_name, "a backend's name")
 _REFUSED = _one_of("error", "fallback")
 _CACHE = _Values(_cache_dir, "a directory; default the user's cache directory")
 _SYNONYMS = {"false": "0", "no": "0", "off": "0", "true": "1", "yes": "1", "on": "1"}
-_ON_OFF = _switch(_one_of("on", "off"), "on")
+_WORDS = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
+_ON_OFF = _switch(_one_of("on", "off", others=_WORDS), "on")
 _OFF_ON = _switch(_one_of("0", "1", others=_SYNONYMS), "1")
 _ONE_ZERO = _switch(_one_of("1", "0", others=_SYNONYMS), "1")
 _PATTERN = _Values(_text, "a regular expression; default all")

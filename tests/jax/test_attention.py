@@ -411,6 +411,8 @@ def wrong_calls() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"layout": "BHTD"}, "expected one of BTNH"
     yield {"dropout_p": 0.5}, "dropout_key"
     yield {"scale": "big"}, "expected a Python number"
+    yield {"return_lse": "no"}, "expected True or False"
+    yield {"deterministic": 0.5}, "expected True or False"
     yield {"sinks": jnp.ones(3)}, "with N = 4"
     yield {"mask": Padding(kv_lengths=jnp.ones(5, jnp.int32))}, "Padding"
 

@@ -395,6 +395,7 @@ Tensor.__module__ = "torch"
         ({"layout": "NTBH"}, "expected one of BTNH"),
         ({"layout": "packed"}, "3 dims"),
         ({"scale": "1"}, "expected a Python number"),
+        ({"return_lse": "no"}, "expected True or False"),
         ({"scale": float("nan")}, "finite"),
         ({"scale": np.complex64(1)}, "expected a Python number"),
         ({"softcap": 0}, "softcap=0"),

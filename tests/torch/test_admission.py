@@ -26,7 +26,7 @@ from polyattn import (
     Window,
 )
 from polyattn.selection.registry import Available, registry
-from polyattn.torch import attention, explain, plan
+from polyattn.torch import attention, explain, plan, scaled_dot_product_attention
 
 Q = torch.randn(2, 8, 4, 16)
 K = torch.randn(2, 8, 2, 16)
@@ -58,6 +58,9 @@ K = torch.randn(2, 8, 2, 16)
         {"layout": "packed"},
         {"layout": None},
         {"scale": "1"},
+        {"deterministic": "x"},
+        {"return_lse": "no"},
+        {"return_lse": 2},
         {"scale": float("nan")},
         {"scale": torch.tensor(1.0)},
         {"softcap": 0},
@@ -105,6 +108,24 @@ def test_wrong_calls(change: dict[str, Any]) -> None:
     attention(Q, K, K)
     with pytest.raises(InvalidProblem):
         attention(**call)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
+def test_what_equals_a_number_but_is_none_is_refused_after_it_too(name: str) -> None:
+    number = 0.0 if name == "dropout_p" else 1.0
+    for _ in range(2):
+        with pytest.raises(InvalidProblem, match="of type bool, expected a Python number"):
+            attention(Q, K, K, **{name: bool(number)})  # type: ignore[misc]
+        attention(Q, K, K, **{name: number})  # type: ignore[misc]
+        attention(Q, K, K, **{name: int(number)})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+def test_torchs_signature_takes_no_number_for_true(name: str) -> None:
+    for _ in range(2):
+        with pytest.raises(TypeError, match="must be bool, not int"):
+            scaled_dot_product_attention(Q, Q, Q, **{name: 1})  # type: ignore[arg-type]
+        scaled_dot_product_attention(Q, Q, Q, **{name: True})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

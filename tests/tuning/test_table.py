@@ -624,6 +624,15 @@ def test_a_foreign_or_newer_database_is_left_alone(path, make):
     assert asides(path) == []
 
 
+def test_a_table_that_a_viewer_has_analysed_is_no_damaged_one(filled):
+    path, known = filled
+    make_database(path, "ANALYZE")
+    with TuningTable(path) as table:
+        assert table.rows() == known
+        assert table.persistent
+    assert asides(path) == []
+
+
 def test_a_file_that_becomes_foreign_is_left_alone(path, table):
     table.record(KEY, [measured()])
     make_database(path, "PRAGMA user_version = 3")

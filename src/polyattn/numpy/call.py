@@ -26,7 +26,7 @@ from polyattn.numpy.arrays import (
 )
 from polyattn.numpy.masks import Library, bind_mask, program_of
 from polyattn.problem import Problem
-from polyattn.problem.admission import ArrayFacts, Other, Surroundings, admit
+from polyattn.problem.admission import ArrayFacts, Other, Surroundings, admit, truth
 from polyattn.problem.processor import processors_usable
 
 __all__ = ["attend"]
@@ -65,6 +65,7 @@ def attend(
     """Compute what :func:`polyattn.numpy_attention` says, with its arguments."""
     module.load()
     problem, mask = _problem(q, k, v, mask, bias, scale, softcap, sinks, layout)
+    return_lse = return_lse is not None and truth("return_lse", return_lse)
     slopes = _float32(bias.payload) if isinstance(bias, Alibi) else None
     dense = bias.payload if bias is not None and slopes is None else None
     if dense is not None:
@@ -80,7 +81,7 @@ def attend(
         None if sinks is None else _float32(sinks),
         _checked_threads(threads),
     )
-    out, lse = _run(call, bool(return_lse))
+    out, lse = _run(call, return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -86,7 +86,9 @@ class Key(NamedTuple):
         deterministic: Any,
         backend: Any,
     ) -> Key:
-        """Return the key of a call of ``attention``; TypeError where an option has no hash."""
+        """Return the key of a call of ``attention``; TypeError where an option can be in none."""
+        if bool in (scale.__class__, softcap.__class__, dropout_p.__class__):  # True equals 1.0
+            raise TypeError
         key = cls(
             layout, mask_key(mask, q, k, layout), scale, softcap, dropout_p,
             return_lse, deterministic, backend, around(), determined(), switches(),
@@ -99,7 +101,9 @@ class Key(NamedTuple):
     def of_sdpa(
         cls, q: Any, k: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
     ) -> Key:
-        """Return the key of a call with torch's signature."""
+        """Return the key of a call with torch's signature; TypeError as of :meth:`of`."""
+        if not is_causal.__class__ is gqa.__class__ is bool or dropout_p.__class__ is bool:
+            raise TypeError  # torch takes no 1 for True
         key = cls(
             "BNTH", added_key(attn_mask, q, k, "BNTH"), scale, None, dropout_p, False, None, None,
             around(), determined(), switches(), settings.raw(settings.BACKEND), causal=is_causal,

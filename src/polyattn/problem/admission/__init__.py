@@ -11,6 +11,7 @@ from polyattn.problem.admission.arrays import Other as Other
 from polyattn.problem.admission.arrays import Surroundings as Surroundings
 from polyattn.problem.admission.call import Admitted as Admitted
 from polyattn.problem.admission.call import admit as admit
+from polyattn.problem.admission.call import truth as truth
 from polyattn.problem.admission.codes import admit_quantized as admit_quantized
 from polyattn.problem.admission.codes import check_scales as check_scales
 from polyattn.problem.admission.pages import admit_pages as admit_pages

@@ -80,8 +80,11 @@ def admit(
         arch=around.arch, framework=front.framework, layout=layout, mask=MaskFacts.of(mask),
         scale=None if scale is None else number("scale", scale),
         softcap=None if softcap is None else number("softcap", softcap),
-        dropout_p=number("dropout_p", dropout_p), lse=bool(return_lse),
-        deterministic=around.deterministic if deterministic is None else bool(deterministic),
+        dropout_p=number("dropout_p", dropout_p),
+        lse=return_lse is not None and truth("return_lse", return_lse),
+        deterministic=(
+            around.deterministic if deterministic is None else truth("deterministic", deterministic)
+        ),
         grad=around.trains and any(x.grad for x in (q, k, v)),
         contiguous=all(x.unit_stride for x in (q, k, v)), compiled=around.compiled,
         spread=around.spread, higher=around.higher,
@@ -185,6 +188,20 @@ def number(name: str, x: Any) -> float:
     if not -math.inf < float(x) < math.inf:
         raise InvalidProblem(f"got {name}={float(x)!r}, expected a finite number.")
     return float(x)
+
+
+def truth(name: str, x: Any) -> bool:
+    """Return a bool, or an integer that is as good as one; :class:`InvalidProblem` for others.
+
+    >>> truth("deterministic", 1)
+    True
+    """
+    if isinstance(x, bool | numbers.Integral) and x in (0, 1):
+        return bool(x)
+    if type(x).__name__ in ("bool", "bool_"):  # NumPy's
+        return bool(x)
+    kind = x.type_name if isinstance(x, Other) else type(x).__name__
+    raise InvalidProblem(f"got {name}={x!r} of type {kind}, expected True or False.")
 
 
 def _added(
