@@ -412,7 +412,10 @@ def test_several_files_with_an_index_and_a_prefix(tmp_path: Path) -> None:
 
 def test_what_is_in_memory_wins_over_a_file_of_its_name(stored: Path, tmp_path: Path) -> None:
     model, want = frozen(seed=7), frozen(seed=7)(X)
-    with offload(model, device="cpu", weights=stored, disk=tmp_path / "own"):
+    with pytest.warns(UserWarning, match="other values in memory than in weights=") as warned:
+        handle = offload(model, device="cpu", weights=stored, disk=tmp_path / "own")
+    assert len(warned) == 1 and warned[0].filename == __file__
+    with handle:
         assert torch.equal(model(X), want)
         assert len(list((tmp_path / "own").glob("*.weights"))) == 6
     model = frozen()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Homes:
         self._files = SafetensorsFiles(weights) if weights is not None else None
         self._named: Mapping[str, StoredTensor] = {}
         self._lock = lock
+        self._differ: list[str] = []
 
     @property
     def tier(self) -> str:
@@ -115,7 +117,19 @@ class Homes:
                 continue
             if leaf.tensor.is_meta or _equal(found, bytes_of(segment)):
                 return FilePart(found.file, found.start, found.nbytes)
+            self._differ.append(leaf.name)
         return None
+
+    def warn_of_others(self) -> None:
+        """Warn of tensors that had other values in memory than in the model's files until now."""
+        if self._differ:
+            kept = "host memory" if self._own is None else "disk="
+            warnings.warn(
+                f"got {len(self._differ)} tensors with other values in memory than in weights= "
+                f"({_some(self._differ)}): those in memory are kept, and stream from {kept}. If "
+                "the file's are meant, make the model on the meta device or load them first.",
+                stacklevel=4,
+            )
 
     def close(self) -> None:
         """Give back files; what is mapped stays mapped."""
