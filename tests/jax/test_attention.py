@@ -188,6 +188,17 @@ def test_forward_mode_where_the_kernel_is_plain_jax() -> None:
     np.testing.assert_allclose(moved, (jax.grad(f)(Q) * Q).sum(), rtol=1e-4)
 
 
+def test_the_kernels_say_what_has_second_derivatives() -> None:
+    if "native_cpu" not in BACKENDS:
+        pytest.skip("no native kernels here")
+
+    def slope(q: Any) -> Any:
+        return jax.grad(lambda q: (attention(q, KEY, V, backend="native_cpu") ** 2).sum())(q).sum()
+
+    with pytest.raises(Unsupported, match="backend='jax_reference'"):
+        jax.grad(slope)(Q)
+
+
 def test_packed_sequences(backend: str) -> None:
     cu = jnp.array([0, 5, 5, 12])
     q, k = draw(0, 12, N, H), draw(1, 12, K, H)
@@ -426,6 +437,8 @@ def test_wrong_calls_fail_while_tracing(options: dict[str, Any], message: str) -
 def test_wrong_arrays() -> None:
     with pytest.raises(InvalidProblem, match="jax_enable_x64"):
         attention(*(np.asarray(x, np.float64) for x in (Q, KEY, V)))
+    with pytest.raises(InvalidProblem, match="byte order"):
+        attention(*(np.asarray(x, ">f4") for x in (Q, KEY, V)))
     with pytest.raises(InvalidProblem, match=r"expected a jax\.Array"):
         attention([1.0], KEY, V)
     with pytest.raises(InvalidProblem, match="expected one dtype"):

@@ -332,6 +332,22 @@ def test_any_memory_is_read_as_its_values() -> None:
 
 
 @built
+def test_masks_and_biases_of_another_byte_order_are_read_as_their_values() -> None:
+    q, k, v = draw()
+    rng = np.random.default_rng(0)
+    lengths, ids = rng.integers(0, S, B), [rng.integers(0, 3, n) for n in (T, S)]
+    slopes = rng.random(N).astype(np.float32)
+    for mask, same in (
+        (Padding(kv_lengths=lengths.astype(">i4")), Padding(kv_lengths=lengths)),
+        (Segments(*(x.astype(">u2") for x in ids)), Segments(*ids)),
+    ):
+        for bias in (slopes, slopes.astype(">f4"), slopes.astype(">f8")):
+            got, want = (call(q, k, v, mask=m, bias=Alibi(b)) for m, b in
+                         ((mask, bias), (same, slopes)))  # fmt: skip
+            assert np.array_equal(got[0], want[0]) and np.array_equal(got[1], want[1])
+
+
+@built
 def test_returns_out_alone_unless_asked() -> None:
     q, k, v = draw()
     out = numpy_attention(q, k, v, layout="BNTH", scale=np.float32(0.25), threads=np.int64(1))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from polyattn import Causal, LeftPadding, Padding, PrefixLM, Segments
 from polyattn.torch import attention
@@ -53,6 +53,20 @@ def mesh() -> Iterator[Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.device_mesh.init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
+
+
+def test_a_rank_that_the_mesh_leaves_out_holds_nothing_and_goes_on(mesh: Any) -> None:
+    others = dist.device_mesh.DeviceMesh("cpu", [1], _init_backend=False)
+    shape, strides = torch.Size((4, 6, 2, 8)), (96, 16, 8, 1)
+    q = DTensor.from_local(
+        torch.empty(0), others, [Shard(2)], run_check=False, shape=shape, stride=strides
+    ).requires_grad_()
+    out, lse = attention(q, q, q, mask=Causal(), return_lse=True)
+    assert out.shape == shape and lse.shape == (4, 2, 6)
+    assert out.to_local().numel() == lse.to_local().numel() == 0
+    assert lse.placements == (Replicate(),)  # a mesh of one
+    out.sum().backward()
+    assert q.grad.shape == shape and q.grad.to_local().numel() == 0
 
 
 @pytest.mark.parametrize(

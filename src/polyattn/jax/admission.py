@@ -37,6 +37,9 @@ def facts_of(x: Any) -> ArrayFacts | Other:
     """Return what admission is told of an argument."""
     if isinstance(x, (ArrayFacts, Other)):
         return x
+    if isinstance(x, np.ndarray) and not x.dtype.isnative:
+        hint = f"JAX reads no other byte order: cast it with astype(numpy.{x.dtype.name})"
+        return Other(f"numpy.ndarray of {x.dtype.str}", True, hint)
     if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         kept = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "fiub" else x.dtype
         if kept != x.dtype and isinstance(x, np.ndarray):

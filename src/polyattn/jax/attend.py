@@ -126,11 +126,20 @@ def attention(
         "dropout_p": dropout_p, "layout": layout, "return_lse": return_lse,
         "deterministic": deterministic,
     }  # fmt: skip
-    if (place := ExplicitPlace.of((query, key, value), layout)) is not None:
-        given = {**options, "mask": _bound(mask), "dropout_key": dropout_key, "backend": backend}
-        return place.run(attention, (query, key, value), given)
     call = admitted(query, key, value, dropout_key, options)
-    return run(call, query, key, value, dropout_key, backend)
+    given = {**options, "dropout_key": dropout_key, "backend": backend}
+    found = _on_each_device(attention, (query, key, value), given)
+    return run(call, query, key, value, dropout_key, backend) if found is None else found
+
+
+def _on_each_device(
+    attend: Callable[..., Any], arrays: tuple[Any, Any, Any], options: Mapping[str, Any]
+) -> Any:
+    """Call `attend` on each device's share of admitted arrays over an Explicit mesh, else None."""
+    place = ExplicitPlace.of(arrays, options["layout"])
+    if place is None:
+        return None
+    return place.run(attend, arrays, {**options, "mask": _bound(options["mask"])})
 
 
 def _bound(mask: Any) -> Any:
@@ -149,8 +158,12 @@ def attention_by_blocks(
     Raises :class:`~polyattn.errors.InvalidProblem` for a size that the backend does not have.
     """
     options = {**_DEFAULTS, **options}
+    given = {**options, "blocks": blocks, "backend": backend}
     dropout_key = options.pop("dropout_key")
     call = admitted(query, key, value, dropout_key, options)
+    found = _on_each_device(attention_by_blocks, (query, key, value), given)
+    if found is not None:
+        return found
     sizes = tuple(sorted(blocks.items()))
     return run(call, query, key, value, dropout_key, backend, sizes=sizes)
 
@@ -173,10 +186,13 @@ def plan(
     dropout_key = options.pop("dropout_key")
     call = admitted(query, key, value, dropout_key, options)
     chosen = plan_for(call.problem, backend)
+    name = chosen.selection.backend
+    given = {**options, "dropout_key": dropout_key, "backend": name}
 
     @jax.jit
     def step(q: Any, k: Any, v: Any) -> Any:
-        return run(call, q, k, v, dropout_key, chosen.selection.backend)
+        found = _on_each_device(attention, (q, k, v), given)
+        return run(call, q, k, v, dropout_key, name) if found is None else found
 
     like = tuple((tuple(x.shape), x.dtype) for x in (query, key, value))
 

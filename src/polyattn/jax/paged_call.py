@@ -12,6 +12,8 @@ from polyattn.errors import InvalidProblem
 from polyattn.jax.admission import FRONT, Call
 from polyattn.jax.dispatch import run
 from polyattn.jax.kit.masking import known, signed
+from polyattn.jax.sharding.explicit import ExplicitPlace
+from polyattn.jax.sharding.spread_pages import over_pages
 from polyattn.masks import Causal, Mask
 from polyattn.problem import Problem
 from polyattn.problem.admission import admit_pages, check_lengths
@@ -73,9 +75,24 @@ def paged_attention(
         layout=layout, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
     _check_known(problem, block_table, lengths, key_pages.shape[0])
-    call = Call(problem, mask, None, None if sinks is None else jnp.asarray(sinks))
+    sinks = None if sinks is None else jnp.asarray(sinks)
     pages = jnp.asarray(block_table), jnp.asarray(lengths)
-    return run(call, query, key_pages, value_pages, None, backend, pages)
+    place = ExplicitPlace.of((query, key_pages, value_pages), layout)
+    if place is None:
+        call = Call(problem, mask, None, sinks)
+        return run(call, query, key_pages, value_pages, None, backend, pages)
+
+    def share(*arrays: Any) -> Any:
+        *rest, part_of_sinks = arrays
+        return paged_attention(
+            *rest, mask=mask, scale=scale, softcap=softcap, sinks=part_of_sinks, layout=layout,
+            return_lse=True, backend=backend,
+        )  # fmt: skip
+
+    spread, head_dim = (place.batch, place.head), 2 if layout == "BTNH" else 1
+    arrays = query, key_pages, value_pages, *pages, sinks
+    out, lse = over_pages(place.mesh, spread, share, arrays, head_dim)
+    return (out, lse) if return_lse else out
 
 
 def _counted(x: Any) -> Any:

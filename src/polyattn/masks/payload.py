@@ -28,7 +28,9 @@ def shape_of(payload: Any) -> tuple[int, ...]:
 
 def dtype_name(payload: Any) -> str:
     """Return the bare dtype name of an array, e.g. ``int32`` (also of ``torch.int32``)."""
-    return str(payload.dtype).rpartition(".")[2]
+    name = str(payload.dtype)
+    # NumPy writes int32 of another byte order as ">i4"
+    return str(payload.dtype.name) if name[0] in "<>" else name.rpartition(".")[2]
 
 
 def at(payload: Any, *index: Any) -> Any:
@@ -63,7 +65,10 @@ def same(a: Any, b: Any) -> bool:
 def integers(
     what: str, payload: Any, ranks: tuple[int, ...], shape: str, boolean: bool = False
 ) -> Any:
-    """Check that `payload` holds integers (or booleans) of an allowed rank; lists become tuples."""
+    """Check that `payload` holds integers (or booleans) of an allowed rank; lists become tuples.
+
+    NumPy's of another byte order become the machine's, which is the one that every front reads.
+    """
     if payload is None:
         return None
     if not (hasattr(payload, "shape") and hasattr(payload, "dtype")):
@@ -76,6 +81,8 @@ def integers(
         raise InvalidProblem(
             f"got {what} of dtype {dtype_name(payload)}, expected {expected} {shape}.{hint}"
         )
+    elif str(payload.dtype)[0] in "<>":
+        payload = payload.astype(payload.dtype.newbyteorder("="))
     if len(shape_of(payload)) not in ranks:
         raise InvalidProblem(f"got {what} of shape {shape_of(payload)}, expected {shape}.")
     return payload

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -52,15 +53,62 @@ def attention(attend: Callable[..., Any], q: Any, k: Any, v: Any, options: dict[
     """
     layout = options["layout"]
     spread = _spread(q, k, v, layout)
+    if spread.mesh.get_coordinate() is None:
+        return _elsewhere(spread, q, k, v, options)
     found = attend(q.to_local(), k.to_local(), v.to_local(), **_local_options(spread, q, options))
     out, lse = found if options["return_lse"] else (found, None)
     out = DTensor.from_local(out, spread.mesh, spread.placements, run_check=False)
     if lse is None:
         return out
-    places = list(spread.placements)  # of (B, N, T), or (N, total) when packed
+    places = _lse_placements(spread, layout)
+    return out, DTensor.from_local(lse, spread.mesh, places, run_check=False)
+
+
+def _lse_placements(spread: _Spread, layout: str) -> list[Any]:
+    """Return how (B, N, T), or (N, total) when packed, lies."""
+    alone = [spread.mesh.size(axis) == 1 for axis in range(spread.mesh.ndim)]
+    places = [Replicate() if one else p for p, one in zip(spread.placements, alone, strict=True)]
     for axis in spread.head_axes:
         places[axis] = Shard(0 if layout == "packed" else 1)
-    return out, DTensor.from_local(lse, spread.mesh, places, run_check=False)
+    return places
+
+
+class _Elsewhere(torch.autograd.Function):
+    """Makes a result depend on a call's arrays, on a rank that holds nothing of any of them."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Any, *arrays: Any) -> Any:
+        ctx.save_for_backward(*arrays)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def _elsewhere(spread: _Spread, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    """Return the results on a rank that the mesh leaves out, which holds nothing of them.
+
+    Every rank of a program runs its calls, and torch's own operators do as much.
+    """
+    layout = options["layout"]
+    batch, heads = _BATCH_AND_HEADS[layout]
+    rows = q.shape[2 if layout == "BNTH" else 0 if layout == "packed" else 1]
+    sums = (q.shape[heads], rows) if batch is None else (q.shape[batch], q.shape[heads], rows)
+
+    def described(places: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        strides = torch.empty(shape, device="meta").stride()
+        nothing = torch.empty(0, dtype=dtype, device=q.device)
+        made = DTensor.from_local(
+            nothing, spread.mesh, places, run_check=False, shape=torch.Size(shape), stride=strides
+        )
+        return _Elsewhere.apply(made, q, k, v)
+
+    out = described(spread.placements, (*q.shape[:-1], v.shape[-1]), q.dtype)
+    if not options["return_lse"]:
+        return out
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return out, described(_lse_placements(spread, layout), sums, wide)
 
 
 def local_call(
@@ -127,7 +175,8 @@ def _check_divides(q: Any, k: Any, v: Any, found: dict[int, list[int]]) -> None:
             if x.shape[dim] % ranks:
                 refuse(
                     f"got {name} of shape {tuple(x.shape)} with dim {dim} on {ranks} ranks, "
-                    f"expected a multiple of {ranks}: each needs whole groups of heads."
+                    f"expected a multiple of {ranks}: each rank has as much as the others, and "
+                    "whole groups of heads."
                 )
 
 

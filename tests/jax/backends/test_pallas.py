@@ -168,6 +168,14 @@ def test_batched_by_vmap_with_traced_lengths() -> None:
     np.testing.assert_allclose(out, want, atol=2e-6)
 
 
+def test_grouped_heads_where_jax_has_64_bits() -> None:
+    q, k = Q[:1, :16, :2], KEY[:1, :16, :1]
+    want = attention(q, k, k, backend="jax_reference")
+    with jax.enable_x64(True):
+        out = attention(q, k, k, backend="pallas")
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_ranges_say_what_masks_say(name: str) -> None:
     if (mask := MASKS[name]) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -251,6 +252,13 @@ def test_the_registry_knows_names_once() -> None:
 
 
 # Helpers ----------------------------------------------------------------------------------------
+
+
+def test_implementations_pass_through_pickle() -> None:
+    for name in AttentionRegistry.list_implementations()[:3]:
+        impl = AttentionRegistry.create(name, AttentionMetadata(softmax_scale=0.5))
+        again = pickle.loads(pickle.dumps(impl))
+        assert type(again) is type(impl) and again.metadata == impl.metadata
 
 
 def test_helpers_of_implementations() -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyattn.backends.native_cpu.jax_lost_sums import defined_gradients, meets_lost_sums
+from polyattn.errors import Unsupported
 from polyattn.jax.kit.layouts import to_bnth
 from polyattn.jax.kit.masking import Dims, allowed, expand_blocks
 from polyattn.jax.kit.own_promotion import own_promotion
@@ -176,7 +177,24 @@ def _call(static: _Static, arrays: _Arrays, with_lse: bool) -> tuple[Array, ...]
     out = struct_like(arrays.q, (*arrays.q.shape[:-1], static.value_dim))
     results = (out, _sums_like(static, arrays.q)) if with_lse else (out,)
     run = jax.ffi.ffi_call(_FORWARD, results, vmap_method="sequential")
-    return tuple(run(*arrays.given(), **static.attributes(arrays.sinks)))
+    run = functools.partial(run, **static.attributes(arrays.sinks))
+    return tuple(_foreign(run, *arrays.given()))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _foreign(run: Callable[..., Any], *arrays: Array) -> Any:
+    """Call a kernel, which has no derivative that JAX could take: ours is of the whole call."""
+    return run(*arrays)
+
+
+def _refuse(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    raise Unsupported(
+        "got a derivative of a derivative of attention on native_cpu, whose kernels have the first "
+        "alone, expected a backend of plain JAX: backend='jax_reference' or 'jax_xla'."
+    )
+
+
+_foreign.defjvp(_refuse)
 
 
 def _sums_like(static: _Static, q: Array) -> jax.ShapeDtypeStruct:
@@ -252,8 +270,8 @@ def _by_kernel(static: _Static, kept: Any, dout: Array, dlse: Maybe) -> _Arrays:
     if arrays.bias is not None and static.bias == 1:
         results.append(struct_like(arrays.bias, dtype=jnp.float32))
     run = jax.ffi.ffi_call(_BACKWARD, results, vmap_method="sequential")
-    given = (*arrays.given(), lse, dout, delta)
-    dq, dk, dv, *rest = run(*given, **static.attributes(arrays.sinks))
+    run = functools.partial(run, **static.attributes(arrays.sinks))
+    dq, dk, dv, *rest = _foreign(run, *arrays.given(), lse, dout, delta)
     dbias = rest[0].astype(arrays.bias.dtype) if rest else None
     dsinks = None if arrays.sinks is None else _sinks_gradient(static, arrays.sinks, lse, delta)
     return _Arrays(dq, dk, dv, tuple(None for _ in arrays.masks), dbias, dsinks)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from polyattn.backends.pallas.tiles import Call
 from polyattn.backends.pallas.visits import Lists, Shown
@@ -33,7 +34,8 @@ class Operands:
     def _head(self, array: Array) -> Callable[[Any], Any]:
         """Return from which head of an array a query head reads: its group's, where it is one."""
         group = self.call.heads // array.shape[1]
-        return lambda n: jax.lax.div(n, group) if group > 1 else n
+        # of the index's own type: under jax_enable_x64 a number of Python has 64 bits
+        return lambda n: jax.lax.div(n, np.int32(group)) if group > 1 else n
 
     def rows(self, name: str, array: Array, block: int | None = None) -> None:
         """Add a block of (B, N|K, rows, size)."""

@@ -151,6 +151,7 @@ def _declare(names: tuple[str, ...], backends: dict[str, tuple[str, ...]]) -> No
     made = type(f"{title}Attention", (PolyattnImpl,), {
         "names": names, "backends": backends, "__doc__": about, "__module__": __name__,
     })  # fmt: skip
+    globals()[made.__name__] = made  # where pickle looks for the class of an instance
     AttentionRegistry.register(made)
 
 

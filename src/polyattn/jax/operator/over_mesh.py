@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from polyattn.errors import InvalidProblem
+from polyattn.jax.admission import admit
 from polyattn.jax.operator.call_arguments import Arguments
 from polyattn.jax.operator.metadata import AttentionMetadata
 from polyattn.jax.operator.split_keys import over_split_keys
@@ -40,6 +41,7 @@ def over_mesh(
     if mesh is None:
         found = attend(call.query, call.key, call.value, **call.options, return_lse=with_lse)
         return found if with_lse else (found, None)
+    _check_whole(call)
     options = dict(call.options)
     names = ("mask", "bias", "sinks", "dropout_key")
     arrays = in_arrays({name: options.pop(name) for name in names})
@@ -70,6 +72,12 @@ def over_mesh(
     given = placed(mesh, (call.query, call.key, call.value, arrays), (*place.specs, specs))
     # compiled: JAX cannot run a kernel with a rule of its own for gradients under it eagerly
     return jax.jit(run)(*given)  # type: ignore[no-any-return]
+
+
+def _check_whole(call: Arguments) -> None:
+    """Raise for a wrong call here, where its arrays are whole and known: no device sees that."""
+    told = {name: x for name, x in call.options.items() if name != "dropout_key"}
+    admit(call.query, call.key, call.value, **told)
 
 
 def devices_along(mesh: Any, axis: Axis) -> int:
@@ -154,6 +162,7 @@ def spread_over(
             "AttentionMetadata(mesh=jax.make_mesh(...))."
         )
     devices_of(metadata)
+    _check_whole(call)
     heads_second = given["layout"] == "BNTH"
     _check_spreadable(given)
     arrays = in_arrays({name: given.pop(name) for name in ("mask", "sinks")})

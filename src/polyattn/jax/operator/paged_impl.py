@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from polyattn.errors import InvalidProblem
 from polyattn.jax.operator.asked_backends import blocks_of, of_platform
@@ -15,10 +14,8 @@ from polyattn.jax.operator.impl_registry import AttentionRegistry
 from polyattn.jax.operator.output import AttentionOutput
 from polyattn.jax.operator.over_mesh import devices_of
 from polyattn.jax.paged_call import paged_attention
-from polyattn.jax.sharding.key_heads import KeyHeads
 from polyattn.jax.sharding.modes import AUTOREGRESSIVE, check_mode
-from polyattn.jax.sharding.placing import placed
-from polyattn.jax.sharding.specs import check_divides
+from polyattn.jax.sharding.spread_pages import over_pages
 from polyattn.masks import Causal, Mask
 
 __all__ = ["PagedAttention"]
@@ -96,24 +93,7 @@ class PagedAttention(AttentionImpl):
             return attend(*arrays)
         axes = self.metadata.axes
         batch, head = axes.of("batch", True), axes.of("head", True)
-        rows = PartitionSpec(batch, *(head if dim == head_dim else None for dim in range(1, 4)))
         for name, array in zip(("query", "key pages", "value pages"), arrays, strict=False):
             if array.ndim != 4:
                 raise InvalidProblem(f"got {name} of shape {array.shape}, expected four dims.")
-        check_divides("query", tuple(arrays[0].shape), rows, mesh)
-        heads, kv_heads = (int(x.shape[head_dim]) for x in arrays[:2])
-        keys = KeyHeads.of(mesh, head, heads, kv_heads)
-        pages = PartitionSpec(*(keys.axis if dim == head_dim else None for dim in range(4)))
-        of_sequences = PartitionSpec(batch, None), PartitionSpec(batch)
-        sinks = arrays[5]
-        of_sinks = None if sinks is None else PartitionSpec(head, *(None,) * (sinks.ndim - 1))
-        specs = (rows, pages, pages, *of_sequences, of_sinks)
-
-        def shared(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-            return attend(q, keys.mine(k, head_dim), keys.mine(v, head_dim), *rest)
-
-        run = jax.shard_map(
-            shared, mesh=mesh, in_specs=specs,
-            out_specs=(rows, PartitionSpec(batch, head, None)), check_vma=False,
-        )  # fmt: skip
-        return jax.jit(run)(*placed(mesh, arrays, specs))  # see over_mesh
+        return over_pages(mesh, (batch, head), attend, arrays, head_dim)

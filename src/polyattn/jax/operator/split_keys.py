@@ -16,7 +16,7 @@ from polyattn.jax.kit.layouts import from_bnth, to_bnth
 from polyattn.jax.kit.masking import Dims, allowed, bias_scores, bind_mask
 from polyattn.jax.sharding.axes import Axis
 from polyattn.masks import And, Causal, Dense, Mask, Padding
-from polyattn.masks.biases import Bias, DenseBias
+from polyattn.masks.biases import Alibi, Bias, DenseBias
 
 __all__ = ["over_split_keys"]
 
@@ -53,12 +53,15 @@ def over_split_keys(
         sinks=None, layout=layout, **options,
     )  # fmt: skip
     top = jax.lax.pmax(jax.lax.stop_gradient(lse), axis)
+    logits = None
+    if sinks is not None:
+        logits = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), -1)[:, None]
+        top = jnp.maximum(top, jax.lax.stop_gradient(logits))  # which may be above every score
     level = jnp.where(top == -jnp.inf, 0, top)
     share = jnp.exp(lse - level)
     total = jax.lax.psum(share, axis)
-    if sinks is not None:
-        logits = sinks.astype(lse.dtype).reshape(sinks.shape[0], -1)
-        total = total + jnp.exp(jax.nn.logsumexp(logits, -1)[:, None] - level)
+    if logits is not None:
+        total = total + jnp.exp(logits - level)
     rows = to_bnth(out, layout).astype(lse.dtype)
     part = jnp.where(share[..., None] == 0, 0, rows * share[..., None])
     known = jnp.where(total == 0, 1, total)
@@ -92,5 +95,7 @@ def _part_of_mask(mask: Mask | None, whole: Dims, count: int, first: Array) -> M
 
 
 def _part_of_bias(bias: Bias, whole: Dims, columns: Array) -> Bias:
-    payload = bias.payload
-    return DenseBias(bias_scores(bias, whole, payload.dtype, columns=columns))
+    # distances of Alibi are whole numbers, which half types do not hold above 256
+    dtype = jnp.promote_types(bias.payload.dtype, jnp.float32)
+    dtype = dtype if isinstance(bias, Alibi) else bias.payload.dtype
+    return DenseBias(bias_scores(bias, whole, dtype, columns=columns))
