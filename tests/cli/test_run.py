@@ -51,6 +51,23 @@ class TestAsPython:
         assert done.stdout == f"0 __main__ {folder / 'looks.py'} {folder} typed\n"
         assert (done.returncode, "a message" in done.stderr) == (1, True)
 
+    @pytest.mark.parametrize("dash", ["-", "-c"])
+    def test_from_standard_input_and_as_a_text(self, folder, dash):
+        text = "import sys\nprint(__name__, sys.argv, repr(sys.path[0]))\n"
+        code = [text] if dash == "-c" else []
+        done = polyattn("run", dash, *code, "--json", input=None if code else text)
+        assert (done.returncode, done.stdout) == (0, f"__main__ ['{dash}', '--json'] ''\n")
+        assert "no attention call" in done.stderr
+
+    def test_a_command_in_place_of_a_program(self, folder, monkeypatch, capsys):
+        monkeypatch.setattr("shutil.which", {"python3": "/b/python3", "launch": "/b/launch"}.get)
+        assert main(["run", "python3", "program.py"]) == 2
+        assert "leave 'python3' out" in capsys.readouterr().err
+        assert main(["run", "launch", "program.py"]) == 2
+        assert "/b/launch" in capsys.readouterr().err
+        assert main(["run", "-c"]) == 2
+        assert "got no program" in capsys.readouterr().err
+
     def test_what_a_program_sets_before_it_imports_torch_holds(self, folder):
         text = "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\n"
         (folder / "threads.py").write_text(text + "print(torch.get_num_threads())\n")

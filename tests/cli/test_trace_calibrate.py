@@ -112,6 +112,7 @@ def test_a_program_that_is_another(folder, capsys, program, said):
         (["a.jsonl"], "got no reruns"),
         (["a.jsonl", "--"], "got no program"),
         (["a.jsonl", "--", "none.py"], "does not exist"),
+        (["a.jsonl", "--", "-"], "which can be read once"),
         (["a.jsonl", "b.jsonl", "--", "a.jsonl"], "expected one of both"),
         (["a.jsonl", "--runs", "0", "--", "a.jsonl"], "got --runs 0"),
         (["p.jsonl", "b.jsonl"], "which was recorded with --perturb"),

@@ -1,5 +1,6 @@
 """`polyattn trace record`: unchanged programs, what is said of them, and what ends them."""
 
+import io
 import json
 import os
 import signal
@@ -263,6 +264,18 @@ class TestRecord:
         assert "NOTHING WAS RECORDED: the program called no torch model" in err
         code, _, err = trace(capsys, "record", "--out", "old.jsonl", "--overwrite", "plain.py")
         assert "old.jsonl is of an earlier run" in err
+
+    @pytest.mark.parametrize("dash", ["-", "-c"])
+    def test_from_standard_input_and_as_a_text(self, folder, capsys, monkeypatch, dash):
+        text = (
+            "import sys\nprint(__name__, sys.argv, repr(sys.path[0]))\n"
+            "import program, torch\nprogram.Net()(torch.ones(4, 8))\nsys.exit(4)\n"
+        )
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        code = [text] if dash == "-c" else []
+        got, out, err = trace(capsys, "record", "--out", "r.jsonl", dash, *code, "x")
+        assert (got, out) == (4, f"__main__ ['{dash}', 'x'] ''\n"), err
+        assert "of 4 calls of 4 modules" in err
 
     def test_no_program(self, folder, capsys):
         assert "expected SCRIPT" in trace(capsys, "record", "--layers", "x")[2]

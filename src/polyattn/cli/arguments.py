@@ -85,7 +85,10 @@ def number(what: str, low: float = -math.inf, high: float = math.inf) -> Callabl
 def split_program(
     made: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Split our options from ``SCRIPT ARGS`` or ``-m MODULE ARGS``, which are the program's own."""
+    """Split our options from the program's: ``SCRIPT ARGS``, or what Python has in its place.
+
+    That is ``-m MODULE``, ``-c CODE``, or ``-`` for standard input.
+    """
     valued = {
         spelling
         for action in made._actions
@@ -97,7 +100,7 @@ def split_program(
         token = arguments[at]
         if token == "--":
             return list(arguments[:at]), list(arguments[at + 1 :])
-        if token == "-m" or not token.startswith("-"):
+        if token in ("-m", "-c", "-") or not token.startswith("-"):
             break
         at += 2 if token in valued else 1
     return list(arguments[:at]), list(arguments[at:])

@@ -1,11 +1,16 @@
-"""Runs a program as ``python SCRIPT ARGS`` or ``python -m MODULE ARGS`` would, in this process."""
+"""Runs a program as ``python SCRIPT ARGS`` or ``python -m MODULE ARGS`` would, in this process.
+
+``-c CODE ARGS`` and ``- ARGS``, a program from standard input, are taken too.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures.thread
 import io
 import os
+import re
 import runpy
+import shutil
 import sys
 import threading
 import types
@@ -19,15 +24,33 @@ __all__ = ["check_program", "run_program"]
 _LOOK_EVERY_S = 0.1
 
 
-def check_program(program: Sequence[str]) -> None:
-    """Raise for a program that cannot be there, before anything heavy is imported."""
-    if not program or program == ["-m"]:
+def check_program(program: Sequence[str], again: bool = False) -> None:
+    """Raise for a program that cannot be there, before anything heavy is imported.
+
+    `again`: it is run several times.
+    """
+    if not program or program in (["-m"], ["-c"]):
         raise PolyattnError("got no program, expected SCRIPT [ARGS] or -m MODULE [ARGS].")
-    if program[0] != "-m" and not Path(program[0]).exists():
+    if program[0] == "-" and again:
+        raise PolyattnError(
+            "got a program from standard input, which can be read once, expected a file: the "
+            "program is run several times."
+        )
+    if program[0] not in ("-m", "-c", "-") and not Path(program[0]).exists():
         raise PolyattnError(
             f"got the program {program[0]!r}, which does not exist, expected a Python file, a "
-            "folder with a __main__.py, or -m MODULE."
+            f"folder with a __main__.py, or -m MODULE{_advice(program[0])}."
         )
+
+
+def _advice(name: str) -> str:
+    """Say what to do about a command of the system in the place of a program."""
+    path = shutil.which(name)
+    if path is None:
+        return ""
+    if re.fullmatch(r"python[\d.]*", name):
+        return f"; leave {name!r} out: this Python runs the program"
+    return f"; {name!r} is a command: if it is one of Python, name its file, {path}, or its module"
 
 
 def run_program(program: Sequence[str]) -> int:
@@ -49,6 +72,10 @@ def _starter(program: list[str]) -> Callable[[], object]:
         sys.argv, sys.path[:1] = [module, *program[2:]], [os.getcwd()]
         return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
     path = program[0]
+    if path in ("-", "-c"):
+        sys.argv, sys.path[:1] = [path, *program[1 if path == "-" else 2 :]], [""]
+        name, text = ("<stdin>", _typed()) if path == "-" else ("<string>", program[1])
+        return lambda: _run_code(text, name)
     sys.argv = program
     if Path(path).is_dir() or (not path.endswith((".py", ".pyw")) and _is_archive(path)):
         sys.path[:1] = []  # runpy puts the folder or archive first
@@ -63,13 +90,22 @@ def _is_archive(path: str) -> bool:
     return zipfile.is_zipfile(path)
 
 
+def _typed() -> str | bytes:
+    """Return all of standard input; bytes say by themselves how they are encoded."""
+    return getattr(sys.stdin, "buffer", sys.stdin).read()  # type: ignore[no-any-return]
+
+
 def _run_script(path: str) -> None:
-    """Execute a file as ``__main__``, in a module that stays alive for the program's threads."""
-    main = types.ModuleType("__main__")
-    main.__file__ = path
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     with io.open_code(str(Path(path).resolve())) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+        _run_code(file.read(), path, file=path)
+
+
+def _run_code(text: str | bytes, name: str, **told: str) -> None:
+    """Execute a text as ``__main__``, in a module that stays alive for the program's threads."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update({f"__{key}__": value for key, value in told.items()})
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    code = compile(text, name, "exec", dont_inherit=True)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 

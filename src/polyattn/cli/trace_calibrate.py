@@ -81,7 +81,7 @@ def _check(options: argparse.Namespace, program: Sequence[str], separated: bool)
     _refuse_twice([options.reference, *options.reruns])
     _refuse_overwriting(options.out, [options.reference, *options.reruns])
     if separated:
-        check_program(program)
+        check_program(program, again=True)
         if options.reruns:
             raise TraceError(
                 f"got the rerun {options.reruns[0]} and a program to run again, expected one of "

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     made = _parser()
     ours, program = split_program(made, argv)
     options = made.parse_args(ours)
-    check_program(program)
+    check_program(program, again=True)
     rules, tolerance = rules_of(options), tolerance_of(options.tolerance)
     from polyattn.trace import read
     from polyattn.trace.isolate.replay import refuse_without_tensors

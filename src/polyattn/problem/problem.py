@@ -115,8 +115,11 @@ class Problem:
 
     def _check(self) -> None:
         for name in ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "value_dim"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise InvalidProblem(f"got {name}={getattr(self, name)!r}, expected a size >= 0.")
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 0:
+                open_size = hasattr(size, "scope")  # as of jax.export.symbolic_shape
+                hint = "; a choice needs sizes that are known: export with numbers" * open_size
+                raise InvalidProblem(f"got {name}={size!r}, expected a size >= 0{hint}.")
         if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
             raise InvalidProblem(
                 f"got {self.heads} query heads with {self.kv_heads} key/value heads, expected a "

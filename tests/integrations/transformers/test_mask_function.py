@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import masking_utils as theirs
 
+from polyattn.errors import InvalidProblem
 from polyattn.integrations.transformers.mask_function import polyattn_mask
 from polyattn.integrations.transformers.mask_value import AttentionMaskValue
 
@@ -143,6 +144,26 @@ def test_a_function_of_the_caller_is_evaluated() -> None:
         made = polyattn_mask(batch_size=B, **call)
         assert isinstance(made, torch.Tensor) and made.dtype == torch.bool
         assert torch.equal(made, theirs.sdpa_mask(batch_size=B, **call, allow_is_causal_skip=False))
+
+
+@pytest.mark.parametrize("place", ["prompt", "one", "fixed"])
+def test_a_padding_mask_of_more_rows_than_the_batch_is_read_as_the_library_reads_it(
+    place: str,
+) -> None:
+    queries, keys, q_offset, kv_offset = PLACES[place]
+    rows = torch.arange(keys) >= torch.tensor([[2], [0], [4]])
+    agree(
+        q_length=queries, kv_length=keys, q_offset=q_offset, kv_offset=kv_offset,
+        attention_mask=rows,
+    )  # fmt: skip
+
+
+def test_a_padding_mask_of_too_few_rows_says_how_many_there_must_be() -> None:
+    rows = torch.arange(9) >= torch.tensor([[2], [0]])
+    with pytest.raises(
+        InvalidProblem, match=r"got an attention_mask of \(2, 9\).* expected 5 rows"
+    ):
+        polyattn_mask(5, 9, 9, attention_mask=rows)
 
 
 def test_a_closure_is_known_by_its_code_and_not_by_its_name() -> None:

@@ -15,7 +15,7 @@ from polyattn.integrations.transformers.library import configures_eager_only, li
 from polyattn.integrations.transformers.looked_at import band
 from polyattn.integrations.transformers.mask_value import AttentionMaskValue
 from polyattn.integrations.transformers.one_query import range_of_one_query
-from polyattn.integrations.transformers.padding import is_readable, keys_of, padding_mask
+from polyattn.integrations.transformers.padding import is_readable, keys_of, padding_mask, rows_of
 from polyattn.integrations.transformers.reading import read
 from polyattn.integrations.transformers.traced_masks import traced_mask
 from polyattn.masks import Full, Mask, Padding
@@ -101,6 +101,8 @@ def _mask(
 
     `may_be_skipped` is False for a cache of fixed length while it decodes.
     """
+    if attention_mask is not None:
+        attention_mask = rows_of(attention_mask, batch)
     symbolic = isinstance(q_offset, Tensor)
     if queries == 1 and (symbolic or not may_be_skipped or q_offset - kv_offset != keys - 1):
         one = range_of_one_query(function, attention_mask, batch, keys, q_offset, kv_offset, device)

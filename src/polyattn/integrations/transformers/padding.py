@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.errors import InvalidProblem
 from polyattn.integrations.transformers.library import library
 from polyattn.masks import Dense, Full, LeftPadding, Mask, Padding
 from polyattn.torch.internals import are_transforms_active
 from polyattn.torch.kit.masking import is_traced_by_proxies
 
-__all__ = ["Bounds", "bounds_of", "is_readable", "keys_of", "padding_mask"]
+__all__ = ["Bounds", "bounds_of", "is_readable", "keys_of", "padding_mask", "rows_of"]
 
 
 class Bounds(NamedTuple):
@@ -29,6 +30,17 @@ def keys_of(attention_mask: Tensor, batch: int, first: int, keys: int) -> Tensor
     if missing:
         told = torch.nn.functional.pad(told, (0, missing))
     return told.expand(batch, -1)
+
+
+def rows_of(attention_mask: Tensor, batch: int) -> Tensor:
+    """Return the rows of (R, L) that are the batch's: the first, as the library indexes them."""
+    rows = attention_mask.shape[0]
+    if rows != 1 and rows < batch:
+        raise InvalidProblem(
+            f"got an attention_mask of {tuple(attention_mask.shape)} with a batch of {batch}, "
+            f"expected {batch} rows, or one for all; repeat its rows as the inputs were repeated."
+        )
+    return attention_mask[:batch] if rows > batch else attention_mask
 
 
 def is_readable(tensor: Tensor) -> bool:
