@@ -36,7 +36,7 @@ BATCH = 16
 MOST_BATCHES_TIMED = 3
 TEXTS_TRIED = 4
 WORTH_IT = 0.9  # of float32's time, from which down bfloat16 is worth its three digits
-LENGTH_ELSEWHERE, ROUNDS_ELSEWHERE = 2048, 3
+ROUNDS_ELSEWHERE = 3
 NEXT = """
 What to do next:
   polyattn run YOUR_PROGRAM.py        what it runs attention on, and why
@@ -273,7 +273,7 @@ def run(options: argparse.Namespace, report: Report) -> dict[str, Any]:
         "ran": _ran(ran.record()),
         "tuning": tuned,
         "times": times,
-        "elsewhere": elsewhere(report),
+        "elsewhere": elsewhere(options, report),
         "agreement": {
             "largest_difference": float((ours - stock).abs().max()),
             "least_cosine": float(torch.nn.functional.cosine_similarity(ours, stock).min()),
@@ -283,7 +283,7 @@ def run(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     }
 
 
-def elsewhere(report: Report) -> dict[str, Any]:
+def elsewhere(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     """Time a model whose attention has more in it: capped scores and a window, as Gemma 2 has.
 
     Its library runs that in eager attention; the weights are random, which changes no time.
@@ -294,10 +294,11 @@ def elsewhere(report: Report) -> dict[str, Any]:
     from polyattn.bench.programs.program_run import PROGRAMS, run_row
 
     row = ProgramRow("gemma-2 prefill 4k", "float32", "eager")
-    sizes = replace(PROGRAMS[row.program][1], length=LENGTH_ELSEWHERE)
+    length = options.elsewhere_tokens
+    sizes = replace(PROGRAMS[row.program][1], length=length)
     report(0, 1, "a model with capped scores and a window")
-    found = run_row(row, ROUNDS_ELSEWHERE, sizes=sizes)
-    return {"tokens": LENGTH_ELSEWHERE, **found}
+    found = run_row(row, ROUNDS_ELSEWHERE, sizes=sizes, long_s=options.elsewhere_seconds)
+    return {"tokens": length, **found}
 
 
 def _ran(record: Any) -> list[dict[str, Any]]:
@@ -429,6 +430,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=5, help="of the comparison of times, at least 5")
     add("--compile-seconds", type=float, default=0.0, help="for candidates that compile")
     add("--tune-seconds", type=float, default=20.0, help="after which no class is begun")
+    add("--elsewhere-tokens", type=int, default=2048, help="of the model with a window")
+    add("--elsewhere-seconds", type=float, default=60.0, help="after which it is known well enough")
     add("--json", action="store_true", help="print JSON instead of tables")
     return made
 
@@ -437,8 +440,11 @@ def main() -> int:
     """Parse, run, print; 0 when the embeddings agree with the stock model, 1 if not."""
     made = _parser()
     options = made.parse_args()
-    if options.rounds < 5 or options.best < 1 or options.passages < 0:
-        made.error("got too few, expected --rounds >= 5, --best >= 1, --passages >= 0")
+    least = (("rounds", 5), ("best", 1), ("passages", 0), ("elsewhere_tokens", 1))
+    for name, count in least:
+        if (given := getattr(options, name)) < count:
+            option = name.replace("_", "-")
+            made.error(f"got --{option} {given}, expected at least {count}")
     try:
         from polyattn.cli.printing import emit_json
 

@@ -111,7 +111,8 @@ def test_embed_sentences() -> None:
     _require_model()
     options = {
         "--question": "How do I add a backend?", "--passages": "24", "--rounds": "5",
-        "--compile-seconds": "0", "--tune-seconds": "5",
+        "--compile-seconds": "0", "--tune-seconds": "5", "--elsewhere-tokens": "640",
+        "--elsewhere-seconds": "0",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(DEMO), "--json", *(x for pair in options.items() for x in pair)],

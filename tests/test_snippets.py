@@ -6,6 +6,7 @@ of a ```console block becomes a call of that command, which must exit 0. A fence
 the language is left out, for what needs a device or a network.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.xla_flags import short_compilation
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)(?P<options>.*)$")
@@ -23,6 +26,8 @@ PROMPT = "$ polyattn "
 LIMIT_SECONDS = 600
 NEEDS = {"docs/diffusers.md": "diffusers"}
 """What a page is about, where that need not be installed."""
+SHORT_COMPILATION = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": short_compilation()}
+"""Of JAX, which is most of its pages' time and the subject of none."""
 
 RUN_PAGE = """\
 import runpy, subprocess, sys
@@ -98,6 +103,7 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN_PAGE, script.name],
         cwd=tmp_path,
+        env=os.environ | SHORT_COMPILATION,
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,

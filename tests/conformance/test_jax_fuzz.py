@@ -38,7 +38,7 @@ def interpreted() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_found(name: str) -> None:
-    report = run(24, seed=11, backend=name, framework="jax", time_limit=8)
+    report = run(24, seed=11, backend=name, framework="jax", time_limit=6)
     assert report.ok, [failure.reproduce for failure in report.failures]
     assert report.tested or not registry["jax", name].capabilities_for("cpu").devices >= {"cpu"}
 
@@ -46,7 +46,7 @@ def test_nothing_is_found(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_found_in_many(name: str) -> None:
-    report = run(120, seed=12, backend=name, framework="jax", time_limit=12)
+    report = run(120, seed=12, backend=name, framework="jax", time_limit=9)
     assert report.ok, [failure.reproduce for failure in report.failures]
 
 

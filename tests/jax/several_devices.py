@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 
+from tests.xla_flags import short_compilation
+
 __all__ = ["seeing"]
 
 
 def seeing(devices: int) -> dict[str, str]:
     """Return the environment of such a program, whose subject is where arrays lie.
 
-    Compiling takes most of its time, so that is kept short; other tests compile as users do.
+    Compiling takes most of its time, so that is kept short: few optimisations, and no threads.
     """
-    return {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+    flags = [f"--xla_force_host_platform_device_count={devices}"]
+    if short := short_compilation():
+        flags += [short, "--xla_cpu_parallel_codegen_split_count=1"]
+    return {**os.environ, "XLA_FLAGS": " ".join(flags), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -48,18 +48,23 @@ class Turns:
     foreign: float = 0.0
 
 
-def run_row(row: ProgramRow, rounds: int, seed: int = 0, sizes: Any = None) -> dict[str, Any]:
-    """Build the program, run every side in turns, and return the row of the record."""
+def run_row(
+    row: ProgramRow, rounds: int, seed: int = 0, sizes: Any = None, long_s: float = _LONG
+) -> dict[str, Any]:
+    """Build the program, run every side in turns, and return the row of the record.
+
+    `long_s`: the seconds after which no round is added to `rounds`.
+    """
     build, usual = PROGRAMS[row.program]
     torch.compiler.reset()
     try:
         program = build(sizes or usual, row.dtype, seed)
     except ImportError as error:
         return figures(row, Turns({}, cannot={row.stock: str(error)}))
-    return figures(row, _turns(row, program, rounds))
+    return figures(row, _turns(row, program, rounds, long_s))
 
 
-def _turns(row: ProgramRow, program: Program, rounds: int) -> Turns:
+def _turns(row: ProgramRow, program: Program, rounds: int, long_s: float) -> Turns:
     found = Turns({})
     _warm_up(row, program, found)
     sides = [side for side in (*row.sides, AGAIN) if side not in found.cannot]
@@ -67,7 +72,7 @@ def _turns(row: ProgramRow, program: Program, rounds: int) -> Turns:
     if row.stock in found.cannot or OURS in found.cannot:
         return found
     watch, begin, number = Watch(), time.perf_counter(), 0
-    while not _is_enough(found, row, number, rounds, time.perf_counter() - begin):
+    while not _is_enough(found, row, number, rounds, time.perf_counter() - begin, long_s):
         first = number % len(sides)
         for side in (*sides[first:], *sides[:first]):
             found.seconds[side].append(_timed(program, row.stock if side == AGAIN else side))
@@ -76,12 +81,16 @@ def _turns(row: ProgramRow, program: Program, rounds: int) -> Turns:
     return found
 
 
-def _is_enough(found: Turns, row: ProgramRow, done: int, asked: int, seconds: float) -> bool:
+def _is_enough(
+    found: Turns, row: ProgramRow, done: int, asked: int, seconds: float, long_s: float = _LONG
+) -> bool:
     """Say whether to stop: when it is known what was asked, or would take too long to know."""
     if done < asked:
         return done >= _FEWEST and seconds > _LONGEST
     stock = _stock(found, row)
-    return asked < _FEWEST or seconds > _LONG or _half(_over(stock, found.seconds[OURS])) <= _ENOUGH
+    return (
+        asked < _FEWEST or seconds > long_s or _half(_over(stock, found.seconds[OURS])) <= _ENOUGH
+    )
 
 
 def _warm_up(row: ProgramRow, program: Program, found: Turns) -> None:
