@@ -440,8 +440,8 @@ def main() -> int:
     """Parse, run, print; 0 when the embeddings agree with the stock model, 1 if not."""
     made = _parser()
     options = made.parse_args()
-    least = (("rounds", 5), ("best", 1), ("passages", 0), ("elsewhere_tokens", 1))
-    for name, count in least:
+    counts = (("rounds", 5), ("best", 1), ("passages", 0), ("elsewhere_tokens", 1))
+    for name, count in counts:
         if (given := getattr(options, name)) < count:
             option = name.replace("_", "-")
             made.error(f"got --{option} {given}, expected at least {count}")
