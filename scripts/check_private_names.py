@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 HOME = "src/polyattn/torch/internals/"
 PLACES = ("src/polyattn", "src/polyattn_pytest", "examples")
 
-# Of Python's own library: named tuples, frames, the raw environment, argparse, ends, executors.
+# Of Python's own library: named tuples, frames, the environment, argparse, ends, executors, locks.
 STANDARD = frozenset({
     "_fields", "_replace", "_asdict", "_make", "_getframe", "_current_frames", "_data", "_actions",
-    "_exit", "_threads_queues",
+    "_exit", "_threads_queues", "_at_fork_reinit",
 })  # fmt: skip
 
 # Files whose names have not been moved yet. This list only ever gets shorter.

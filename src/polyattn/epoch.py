@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from polyattn.forks import kept_free
+
 __all__ = ["invalidate", "listeners", "lock"]
 
-lock = threading.RLock()
+lock = kept_free(threading.RLock())
 listeners: list[Callable[[], None]] = []
 """What is called then, in order: the first gives the new epoch its name."""
 

@@ -85,6 +85,8 @@ def _switch(words: _Values, on: str) -> _Values:
 def _expanded(path: str, variable: str) -> Path:
     try:
         return Path(path).expanduser()
+    except RecursionError:
+        raise
     except RuntimeError as error:  # a user that is not here, or one without a home
         raise SettingsError(
             f"got {variable}={path!r}, expected a path whose ~ is a home directory, and it is none "
@@ -109,6 +111,8 @@ def _cache_dir(environ: Mapping[str, str], variable: str) -> Path:
         return Path(environ["XDG_CACHE_HOME"]) / "polyattn"
     try:
         home = Path(environ.get("HOME") or "~").expanduser()
+    except RecursionError:  # or the table would be in memory for good
+        raise
     except RuntimeError:  # HOME is not set, and the user is in no list, as in some containers
         return NO_HOME
     if sys.platform == "darwin":

@@ -214,3 +214,22 @@ def test_compiled_calls(whole: bool) -> None:
     out = compiled(Q, K, V, block_mask=block_mask(mask, T, T), enable_gqa=True)
     want = attention(Q, K, V, mask=mask, layout="BNTH")
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_calls_with_other_blocks_are_torchs() -> None:
+    """Its compiled kernel passes over blocks that are not listed, whatever the mask says."""
+    torch._dynamo.reset()
+    whole = block_mask(Causal(), 256, 256)
+    counts, indices = torch.ones(1, 1, 2).int(), torch.tensor([[[[0, 0], [1, 0]]]]).int()
+    few = flex_module.BlockMask.from_kv_blocks(
+        counts, indices, BLOCK_SIZE=128, mask_mod=whole.mask_mod, seq_lengths=(256, 256)
+    )
+    q, heard = torch.randn(1, 2, 256, 16), Heard()
+    with route_sdpa(heard):
+        compiled = torch.compile(
+            lambda made: flex_module.flex_attention(q, q, q, block_mask=made), backend="eager"
+        )
+        compiled(whole)
+        compiled(few)
+    assert heard.log[0][0] == "native_cpu"
+    assert heard.log[1].startswith("flex_attention with blocks that are not those of its mask")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -90,3 +91,15 @@ def test_compiled_by_torch() -> None:
         made = block_mask(mask, 256, 256, batch=2)
         want = attention(q, k, v, mask=mask, layout="BNTH", backend="reference")
         torch.testing.assert_close(compiled(q, k, v, block_mask=made), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_that_wraps_ours_is_another() -> None:
+    """``functools.wraps`` copies the mark of the wrapped function."""
+    made = block_mask(Causal(), 16, 16).mask_mod
+
+    @functools.wraps(made)
+    def narrower(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return made(b, h, q, k) & (k > q - 3)
+
+    assert mask_behind(made, 16, 16) is not None
+    assert mask_behind(narrower, 16, 16) is None

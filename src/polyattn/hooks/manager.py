@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from polyattn.errors import HookError, near_matches
+from polyattn.forks import kept_free
 from polyattn.hooks.compiled import forget_graphs_with, guard_on_hooks
 from polyattn.hooks.dispatch import Dispatcher, Inert, Step
 from polyattn.hooks.forward_hook import ForwardHook
@@ -186,6 +187,67 @@ class ModuleHookManager(Dispatcher):
         """Detach every hook, last first."""
         self._detach(self._attached)
 
+    # The names that FastVideo's manager has, whose hooks say their own names.
+
+    @classmethod
+    def get_from(cls, module: nn.Module) -> Self | None:
+        """Return the module's manager if a hook is attached, else None (FastVideo's name)."""
+        with _finding:
+            manager = _managers.get(id(module))
+        hooked = manager is not None and manager._attached and manager._module() is module
+        return manager if hooked else None  # type: ignore[return-value]
+
+    @classmethod
+    def get_from_or_default(cls, module: nn.Module) -> Self:
+        """Return the module's manager, as :meth:`of` does (FastVideo's name)."""
+        return cls(module)
+
+    @staticmethod
+    def remove_from_manager(module: nn.Module) -> None:
+        """Detach every hook of the module (FastVideo's name)."""
+        ModuleHookManager(module).detach_all()
+
+    @property
+    def forward_hooks(self) -> dict[str, ForwardHook]:
+        """The attached hooks by name, in order; a copy (FastVideo's name)."""
+        return {handle.name: handle.hook for handle in self._attached}
+
+    def get_forward_hook(self, hook_name: str) -> ForwardHook | None:
+        """Return the hook of that name, or None, as :meth:`get` does (FastVideo's name)."""
+        return self.get(hook_name)
+
+    def append_forward_hook(self, hook: ForwardHook) -> None:
+        """Attach `hook` last, by its own ``name()``, or by its class's (FastVideo's name)."""
+        name = getattr(hook, "name", type(hook).__name__)
+        self.attach(name() if callable(name) else name, hook)
+
+    def replace_forward_hook(
+        self, hook_name: str, new_hook: ForwardHook, run_on_attach: bool = True
+    ) -> None:
+        """Put `new_hook` in the place and name of another (FastVideo's name).
+
+        With ``run_on_attach=False`` the other one's ``on_detach`` is not called.
+        """
+        with self._changing:
+            place = self.names.index(self._known(hook_name).name)
+            follows = self.names[place + 1] if place + 1 < len(self.names) else None
+            self.remove_forward_hook(hook_name, run_on_attach)
+            self.attach(hook_name, new_hook, before=follows)
+
+    def remove_forward_hook(self, hook_name: str, run_detach: bool = True) -> None:
+        """Detach the hook of that name; an error if there is none (FastVideo's name)."""
+        with self._changing:
+            self._take_off(self._known(hook_name), told=run_detach)
+
+    def _known(self, name: str) -> HookHandle:
+        handle = self._handle(name)
+        if handle is None:
+            raise HookError(
+                f"got {name!r} as the hook to take off, expected one that is attached "
+                f"({', '.join(self.names) or 'none is'}).{near_matches(name, self.names)}"
+            )
+        return handle
+
     def __enter__(self) -> ModuleHookManager:
         self._outer.append(self._attached)
         return self
@@ -230,14 +292,14 @@ class ModuleHookManager(Dispatcher):
             )
         return names.index(anchor) + (before is None)
 
-    def _take_off(self, handle: HookHandle) -> None:
+    def _take_off(self, handle: HookHandle, told: bool = True) -> None:
         with self._changing:
             if handle not in self._attached:
                 return
             module = self._module()
             rest = tuple(other for other in self._attached if other is not handle)
             self._change(module, rest)
-            if module is not None:
+            if module is not None and told:
                 handle.hook.on_detach(module)
 
     def _detach(self, handles: tuple[HookHandle, ...]) -> None:
@@ -261,7 +323,8 @@ class ModuleHookManager(Dispatcher):
 
 
 _managers: weakref.WeakValueDictionary[int, ModuleHookManager] = weakref.WeakValueDictionary()
-_finding = threading.RLock()  # a finalizer that runs meanwhile may ask for a manager too
+# a finalizer that runs meanwhile may ask for a manager too
+_finding = kept_free(threading.RLock())
 
 
 def _check_module(module: object) -> None:

@@ -3,7 +3,8 @@
 Outside of compilers torch's ``flex_attention`` asks the ``mask_mod`` at every pair of query and key
 and materialises the scores. So the stand-in asks it at every pair, too, unless it was made of a
 mask (:func:`polyattn.torch.block_mask`), and hands over what it said. A ``score_mod`` may be
-anything; it stays torch's. In compiled code the mask has to be one of polyattn's.
+anything; it stays torch's. In compiled code the mask has to be one of polyattn's, with its own
+blocks: there torch's kernel computes no others, which outside of compilers nothing looks at.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from polyattn.integrations.seen_pairs import mask_allowing, narrowed
 from polyattn.masks import Mask
 from polyattn.problem import DTYPES
 from polyattn.torch.api import attention
-from polyattn.torch.flex_masks import mask_behind
+from polyattn.torch.flex_masks import has_own_blocks, mask_behind
 from polyattn.torch.internals import are_transforms_active, is_fake, tracing_state
 from polyattn.torch.left_to_torch import leave_traced
 
@@ -126,6 +127,8 @@ def _mask(block_mask: Any, q: Tensor, k: Tensor) -> Mask | str | None:
     if not fits or sizes[2] != t or sizes[3] != s or block_mask.kv_indices.device != q.device:
         return "a block mask of other sizes, or on another device"
     ours = mask_behind(block_mask.mask_mod, t, s)
+    if ours is not None and is_dynamo_compiling() and not has_own_blocks(block_mask):
+        return "blocks that are not those of its mask, in compiled code: torch passes over others"
     if ours is not None:
         return ours
     if is_dynamo_compiling():

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from polyattn import settings
+from polyattn.forks import kept_free
 from polyattn.integrations.on_import import OnImport
 from polyattn.selection import Selection, scopes
 from polyattn.selection.wishes import current_wishes
@@ -115,16 +116,25 @@ class Router:
     def enter(self, listener: Listener | None, scope: str | None) -> None:
         """Put all stand-ins in place, unless they are; `scope` holds in threads without one."""
         with self.lock:
-            self.depth += 1
-            self.scopes = (*self.scopes, scope or (self.scopes[-1] if self.scopes else ""))
-            if listener is not None:
-                self.listeners = (*self.listeners, listener)
-                scopes.record(1)  # calls look for recorders
-            if self.depth == 1:
-                self.entered = True
-                self._replaced, self._own_names = [], []
-                self._put_in_place(self._seams)
-                self._wait()
+            before = self.depth, self.scopes, self.listeners
+            try:
+                self.depth += 1
+                self.scopes = (*self.scopes, scope or (self.scopes[-1] if self.scopes else ""))
+                if listener is not None:
+                    scopes.record(1)  # calls look for recorders
+                    self.listeners = (*self.listeners, listener)
+                if self.depth == 1:
+                    self.entered = True
+                    self._replaced, self._own_names = [], []
+                    self._put_in_place(self._seams)
+                    self._wait()
+            except BaseException:  # an interrupt: all modules' names are gone through meanwhile
+                if self.listeners is not before[2]:
+                    scopes.record(-1)
+                self.depth, self.scopes, self.listeners = before
+                if self.depth == 0:
+                    self._put_back()
+                raise
 
     def leave(self, listener: Listener | None) -> None:
         """Undo :meth:`enter`."""
@@ -137,17 +147,25 @@ class Router:
                 kept.remove(listener)
                 self.listeners = tuple(kept)
             if self.depth == 0:
-                self.entered = False
-                for function, names in self._own_names:
-                    names.give_to(function)
-                back = [(new, old) for old, new in self._replaced]
-                back += [(s.for_compilers, torch_sdpa) for s in self._seams if s.for_compilers]
-                _swap(back)
-                for seam in self._seams:
-                    forget_jit_builtin(seam.stand_in)
-                for waiting in self._waiting.values():
-                    waiting.cancel()
-                self._waiting = {}
+                try:
+                    self._put_back()
+                except BaseException:  # an interrupt, at which nothing may stay replaced
+                    self._put_back()
+                    raise
+
+    def _put_back(self) -> None:
+        """Put what was replaced back; to do so again does no harm."""
+        self.entered = False
+        for function, names in self._own_names:
+            names.give_to(function)
+        back = [(new, old) for old, new in self._replaced]
+        back += [(s.for_compilers, torch_sdpa) for s in self._seams if s.for_compilers]
+        _swap(back)
+        for seam in self._seams:
+            forget_jit_builtin(seam.stand_in)
+        for waiting in self._waiting.values():
+            waiting.cancel()
+        self._waiting = {}
 
     def _wait(self) -> None:
         """See to libraries when they are imported."""
@@ -250,11 +268,12 @@ class Router:
     def run(self, call: SdpaCall | None, function: Callable[[], Any]) -> Any:
         """Run a call under the routing's request, and tell the listeners of this call only."""
         if self.scopes and self.scopes[-1] and scopes.current_scope() is None:
-            before = scopes.enter(self.scopes[-1])  # in a thread that began without it
+            owner = object()
+            before = scopes.enter(self.scopes[-1], owner)  # in a thread that began without it
             try:
                 return self.run(call, function)
             finally:
-                scopes.leave(before)
+                scopes.leave(before, owner)
         if not self.listeners:
             return function()
         heard: list[Selection] = []
@@ -304,3 +323,4 @@ def _swap(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 router = Router()
 """The router of this process."""
+kept_free(router.lock)

@@ -146,7 +146,12 @@ class route_sdpa(AbstractContextManager["route_sdpa"]):
         if self._request is not None:
             self._request.__enter__()
             scope = scopes.current_scope()
-        router.enter(self._listener, scope)
+        try:
+            router.enter(self._listener, scope)
+        except BaseException:  # an interrupt
+            if self._request is not None:
+                self._request.__exit__(None, None, None)
+            raise
         outer = scopes.recording.get(())
         fresh = self._listener is not None and not any(isinstance(r, Compiled) for r in outer)
         self._tokens.append(_record(outer) if fresh else None)
@@ -159,9 +164,11 @@ class route_sdpa(AbstractContextManager["route_sdpa"]):
         trace: TracebackType | None,
     ) -> None:
         tokens = self._tokens.pop()
-        if tokens is not None:
-            scopes.recorded.reset(tokens[1])
-            scopes.recording.reset(tokens[0])
-        router.leave(self._listener)
-        if self._request is not None:
-            self._request.__exit__(kind, error, trace)
+        try:
+            if tokens is not None:
+                scopes.put_back(scopes.recorded, tokens[1], "")
+                scopes.put_back(scopes.recording, tokens[0], ())
+            router.leave(self._listener)
+        finally:
+            if self._request is not None:
+                self._request.__exit__(kind, error, trace)

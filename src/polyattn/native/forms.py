@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn import settings
+from polyattn.forks import kept_free
 from polyattn.native import module
 
 __all__ = [
@@ -139,7 +140,7 @@ def peaks(here: Sequence[str], spin: Spin, tiles: bool = False) -> dict[str, flo
     return {here[place]: gflops for place, gflops in best.items()}
 
 
-_lock = threading.Lock()
+_lock = kept_free(threading.Lock())
 _found: Form | None = None
 
 

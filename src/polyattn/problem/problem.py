@@ -240,18 +240,37 @@ class Problem:
         """Read what :meth:`to_json` wrote; raise :class:`InvalidProblem` for anything else."""
         try:
             data = json.loads(text)
+            _check_kinds(data)
             if data.get("mask") is not None:
                 mask = data["mask"]
                 kinds = frozenset(map(str, mask["kinds"]))
-                data["mask"] = MaskFacts(str(mask["signature"]), kinds, mask["align"])
+                align = None if mask["align"] is None else str(mask["align"])
+                data["mask"] = MaskFacts(str(mask["signature"]), kinds, align)
             return cls(**data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, InvalidProblem):
                 raise
             raise InvalidProblem(
                 f"got {text[:80]!r}, expected the JSON of a Problem as Problem.to_json() writes "
                 f"it ({error})."
             ) from error
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "bool": (bool,), "str": (str,),
+}  # fmt: skip
+
+
+def _check_kinds(data: dict[str, Any]) -> None:
+    """Raise ValueError where a text holds another kind of value than the field: they are keys."""
+    for field in fields(Problem):
+        kind, optional, _ = str(field.type).partition(" | None")
+        value = data.get(field.name, field.default)
+        if kind not in _KINDS or field.name not in data or (optional and value is None):
+            continue
+        large = type(value) is int and abs(value) >= 1 << 62
+        if type(value) not in _KINDS[kind] or large:
+            raise ValueError(f"{field.name} is {value!r:.60}")
 
 
 def _kinds(mask: Structure) -> Iterator[str]:

@@ -78,7 +78,10 @@ def identity() -> Identity:
     """
     import platform  # as above
 
-    return _identity(_told(), sys.platform, platform.machine(), platform.processor())
+    told = _told()
+    # it starts a process, and a fork meanwhile leaves a child that waits for Python's lock for ever
+    name = "" if told else platform.processor()
+    return _identity(told, sys.platform, platform.machine(), name)
 
 
 def _identity(told: dict[str, str], system: str, machine: str, name: str) -> Identity:

@@ -168,8 +168,11 @@ def check_backend(backend: Backend) -> None:
             )
 
 
-def answer(backend: Backend, ask: Callable[[], Probe]) -> Probe:
-    """Return what a probe answers; one that raises, exits or answers nonsense is Missing."""
+def answer(backend: Backend, ask: Callable[[], Probe], ours: bool = False) -> Probe:
+    """Return what a probe answers; one that raises, exits or answers nonsense is Missing.
+
+    `ours`: what a deep stack or full memory raises is the call's, for answers are remembered.
+    """
     try:
         said = ask()
         if isinstance(said, Available) and said.devices is not None:
@@ -177,6 +180,8 @@ def answer(backend: Backend, ask: Callable[[], Probe]) -> Probe:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's fault, even sys.exit, is a reason, not an end
+        if ours and isinstance(error, (MemoryError, RecursionError)):
+            raise
         return Missing(f"its probe raised {told(error)}", backend.how_to_mend)
     if not isinstance(said, (Available, Missing)):
         fault = f"its probe answered {said!r}, expected Available(...) or Missing(...)"

@@ -25,6 +25,11 @@ class ModulePolicy(AbstractContextManager["ModulePolicy"]):
         self.policies = dict(names)
         self._handles: list[Any] = []
 
+    def _attach(self, module: Any, encoded: str) -> None:
+        # the end before the beginning: one that an interrupt leaves alone does nothing
+        self._handles.append(module.register_forward_hook(_Leave(encoded), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_Enter(encoded), prepend=True))
+
     def remove(self) -> None:
         """End the policies; the modules are as before."""
         while self._handles:
@@ -148,15 +153,14 @@ def set_backend(
             f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}."
         )
     handle = ModulePolicy(requests)
-    for name, request in requests.items():
-        encoded = request.encode() if request else "-"
-        module = modules[name]
-        handle._handles += [
-            module.register_forward_pre_hook(_Enter(encoded), prepend=True),
-            module.register_forward_hook(_Leave(encoded), always_call=True),
-        ]
     if requests:
         scopes.ask()
+    try:
+        for name, request in requests.items():
+            handle._attach(modules[name], request.encode() if request else "-")
+    except BaseException:  # an interrupt: all of them or none
+        handle.remove()
+        raise
     return handle
 
 

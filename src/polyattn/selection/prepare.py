@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn import settings
 from polyattn.errors import MissingDependency, PolyattnError, UnknownBackend
+from polyattn.forks import kept_free
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import Selection
@@ -117,7 +120,9 @@ def _is_on_purpose(error: Exception, backend: Backend) -> bool:
         return False
     if isinstance(error, MemoryError):  # which says nothing about the backend
         return True
-    return isinstance(error, PolyattnError) and registry.is_in_tree(backend)
+    # a deep stack says nothing of our own, either; a plugin may call itself without end
+    ours = isinstance(error, (PolyattnError, RecursionError))
+    return ours and registry.is_in_tree(backend)
 
 
 def _told(error: Exception) -> str:
@@ -183,7 +188,11 @@ _loads: dict[tuple[str, str], _Loaded] = {}
 def _loaded(backend: Backend) -> _Loaded:
     """Load a backend once; one that was registered again under the name is another backend."""
     known = _loads.get(backend.key)
-    if known is None or known.backend is not backend:
+    if known is not None and known.backend is backend:
+        return known
+    # a child that is forked amid an import would wait for it for ever; what a plugin does in its
+    # load() nobody knows, maybe calls in other threads
+    with _loading if registry.is_in_tree(backend) else nullcontext():
         prepare = _called(backend.load)
         if not callable(prepare):
             raise _BrokenError(
@@ -191,3 +200,6 @@ def _loaded(backend: Backend) -> _Loaded:
             )
         known = _loads[backend.key] = _Loaded(backend, prepare)
     return known
+
+
+_loading = kept_free(threading.RLock())

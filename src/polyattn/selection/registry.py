@@ -17,6 +17,7 @@ from typing import Any
 
 from polyattn import settings
 from polyattn.errors import PolyattnError, UnknownBackend
+from polyattn.forks import kept_free
 from polyattn.problem import Problem
 from polyattn.problem.machine import Facts
 from polyattn.selection import scopes
@@ -56,7 +57,7 @@ class Registry:
         self._backends: dict[Key, Backend] = {}
         self._groups: dict[Key, tuple[str, ...]] = {}
         self._probed: dict[Key, Probe] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._modules = tuple(in_tree)
         self._own: dict[Key, Backend] = {}
         self._declared, self._discovered = False, not plugins
@@ -65,7 +66,7 @@ class Registry:
     def register(self, backend: Backend) -> Backend:
         """Add a backend; a name that its framework has already, or no name at all, is an error."""
         check_backend(backend)
-        with self._lock:
+        with self.lock:
             self._declare()  # first come, first served: this package's names are taken already
             if backend.key in self._backends or backend.key in self._groups:
                 raise PolyattnError(
@@ -78,7 +79,7 @@ class Registry:
 
     def unregister(self, name: str, framework: str | None = None) -> None:
         """Remove a backend, for tests and for plugins that unload."""
-        with self._lock:
+        with self.lock:
             key = self._one(name, framework, asked_by="unregister").key
             self._backends.pop(key)
             self._probed.pop(key, None)
@@ -167,7 +168,8 @@ class Registry:
         """Ask whether a backend can be loaded here; a probe that raises or lies is Missing."""
         backend = which if isinstance(which, Backend) else self[which]
         if backend.key not in self._probed:
-            self._probed[backend.key] = answer(backend, backend.probe)
+            ours = self.is_in_tree(backend)
+            self._probed[backend.key] = answer(backend, backend.probe, ours)
         return self._probed[backend.key]
 
     def foretell(self, backend: Backend, facts: Facts) -> Probe | None:
@@ -191,7 +193,7 @@ class Registry:
 
     def discover(self) -> None:
         """Register the backends of this package, then those of installed entry points, once."""
-        with self._lock:
+        with self.lock:
             self._declare()
             if self._discovered:
                 return
@@ -201,7 +203,7 @@ class Registry:
                 self._plug_in(entry)
 
     def _declare(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._declared:
                 return
             self._declared = True  # so that those which are declared now can register
@@ -263,5 +265,6 @@ class Registry:
 
 registry = Registry()
 """The registry of this process."""
+kept_free(registry.lock)
 
 register = registry.register

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from contextvars import Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from polyattn.errors import InvalidProblem
 from polyattn.selection import Selection, scopes
@@ -123,7 +123,7 @@ class use_backend:
     def __enter__(self) -> None:
         outer = scopes.current_scope()
         encoded = nested(outer, self._names, self._never, self._on_unsupported)
-        self._before.append(scopes.enter(encoded))
+        self._before.append(scopes.enter(encoded, self))
 
     def __exit__(
         self,
@@ -131,7 +131,12 @@ class use_backend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        scopes.leave(self._before.pop())
+        before = self._before.pop()
+        try:
+            scopes.leave(before, self)
+        except BaseException:  # an interrupt may have cut it short anywhere
+            scopes.leave(before, self)
+            raise
 
     def __call__(self, function: F) -> F:
         """Decorate a function, coroutine or generator: each call runs in a scope of its own."""
@@ -144,6 +149,16 @@ class use_backend:
     def current() -> Request:
         """Return what is asked for here; empty outside of any scope."""
         return Request.decode(scopes.current_scope() or "")
+
+
+class _Recording(NamedTuple):
+    """A recorder that was entered, and what puts back what was before it."""
+
+    ran: list[Selection]
+    recording: Token[Any]
+    recorded: Token[str]
+    number: Token[int]
+    noted: tuple[bool, bool]
 
 
 class record_selections(AbstractContextManager[list[Selection]]):
@@ -159,21 +174,48 @@ class record_selections(AbstractContextManager[list[Selection]]):
     """
 
     def __init__(self) -> None:
-        self._tokens: list[tuple[Token[Any], Token[str], Token[int], tuple[bool, bool]]] = []
+        self._entered: dict[int, _Recording] = {}  # threads may share this object
 
     def __enter__(self) -> list[Selection]:
         ran: list[Selection] = []
+        outer, outer_number = scopes.recording.get(()), scopes.recorder.get()
         scopes.record(1)
-        recording = scopes.recording.set((*scopes.recording.get(()), ran))
-        number = scopes.recorder.set(next(scopes.recorders))
-        recorded = scopes.recorded.set("recorded")
-        self._tokens.append((recording, recorded, number, scopes.begin()))
+        try:
+            recording = scopes.recording.set((*outer, ran))
+            number = scopes.recorder.set(next(scopes.recorders))
+            recorded = scopes.recorded.set("recorded")
+            mine = _Recording(ran, recording, recorded, number, scopes.begin())
+            self._entered[id(ran)] = mine
+        except BaseException:  # an interrupt
+            scopes.record(-1)
+            scopes.recording.set(outer)
+            scopes.recorded.set("recorded" if outer else "")
+            scopes.recorder.set(outer_number)
+            raise
         return ran
 
     def __exit__(self, *exc: object) -> None:
         scopes.record(-1)
-        recording, recorded, number, noted = self._tokens.pop()
-        scopes.recorder.reset(number)
-        scopes.recorded.reset(recorded)
-        scopes.recording.reset(recording)
-        scopes.end(noted)
+        now = scopes.recording.get(())
+        found = (self._entered.pop(id(one), None) for one in reversed(now))
+        mine = next((one for one in found if one is not None), None)
+        if mine is None:  # a generator that is closed in another context than its own
+            scopes.tell(-1, scopes.entered_by_coroutine())
+            return
+        left = tuple(one for one in now if one is not mine.ran)
+        before = mine.recording.old_value
+        before = () if before is Token.MISSING else before
+        if list(map(id, left)) == list(map(id, before)):
+            scopes.put_back(scopes.recorder, mine.number, 0)
+            scopes.put_back(scopes.recorded, mine.recorded, "recorded" if left else "")
+            scopes.put_back(scopes.recording, mine.recording, left)
+            scopes.end(mine.noted)
+            return
+        # generators that are closed out of turn: the others go on
+        scopes.recording.set(left)
+        if left:
+            scopes.tell(-1, mine.noted[1])
+            return
+        scopes.recorded.set("")
+        scopes.recorder.set(0)
+        scopes.end(mine.noted)

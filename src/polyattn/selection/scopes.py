@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyattn.epoch import invalidate, listeners, lock
 
@@ -36,6 +36,7 @@ __all__ = [
     "listeners",
     "local",
     "lock",
+    "put_back",
     "record",
     "recorded",
     "recorder",
@@ -67,9 +68,19 @@ recorded: ContextVar[str] = ContextVar("polyattn_recorded")
 suspendable: ContextVar[bool] = ContextVar("polyattn_suspendable", default=False)
 """Whether a coroutine entered what is in force here: while it awaits, others run in its thread."""
 
-_saved: ContextVar[tuple[tuple[Token[str], str, str | None, tuple[bool, bool]], ...]] = ContextVar(
-    "polyattn_saved", default=()
-)
+
+class _Saved(NamedTuple):
+    """What was in force before a scope. `in_turn`: whether its token leads there."""
+
+    owner: object
+    token: Token[str]
+    outer: str
+    traced: str | None
+    noted: tuple[bool, bool]
+    in_turn: bool = True
+
+
+_saved: ContextVar[tuple[_Saved, ...]] = ContextVar("polyattn_saved", default=())
 
 
 class Ambient:
@@ -178,8 +189,11 @@ def current_scope() -> str | None:
     return None if found is state else found or None
 
 
-def enter(encoded: str) -> str | None:
-    """Put a scope in force until :func:`leave`; returns what a traced frame has to restore."""
+def enter(encoded: str, owner: object) -> str | None:
+    """Put a scope of `owner` in force until :func:`leave`.
+
+    Returns what a traced frame has to restore.
+    """
     before = local.traced
     if is_tracing():
         local.traced = encoded
@@ -187,24 +201,53 @@ def enter(encoded: str) -> str | None:
     ask()
     local.traced = None
     outer = scope.get("")
-    _saved.set((*_saved.get(), (scope.set(encoded), outer, before, begin())))
+    token = scope.set(encoded)
+    try:
+        _saved.set((*_saved.get(), _Saved(owner, token, outer, before, begin())))
+    except BaseException:  # an interrupt
+        scope.set(outer)
+        local.traced = before
+        raise
     return None
 
 
-def leave(before: str | None) -> None:
-    """Restore what was in force before the matching :func:`enter`."""
+def leave(before: str | None, owner: object) -> None:
+    """Restore what was in force before the last scope of `owner`; `before`: in a traced frame."""
     if is_tracing():
         local.traced = before
         return
     saved = _saved.get()
-    if saved:  # empty when a generator is closed in another context than it was entered in
-        token, outer, local.traced, suspended = saved[-1]
-        _saved.set(saved[:-1])
-        try:
-            scope.reset(token)  # unset again, not empty: compiled code guards the difference
-        except ValueError:  # a copied context: the token belongs to the one it was copied from
-            scope.set(outer)
-        end(suspended)
+    place = max((n for n, one in enumerate(saved) if one.owner is owner), default=None)
+    if place is None:  # a generator that is closed in another context than it was entered in
+        tell(-1, entered_by_coroutine())
+        return
+    mine = saved[place]
+    if place + 1 < len(saved):  # a generator that is closed within a later scope, which stays
+        later = saved[place + 1]
+        noted = mine.noted[0], later.noted[1]
+        later = later._replace(outer=mine.outer, traced=mine.traced, noted=noted, in_turn=False)
+        _saved.set((*saved[:place], later, *saved[place + 2 :]))
+        tell(-1, mine.noted[1])
+        return
+    local.traced = mine.traced
+    # unset again, not empty: compiled code guards the difference
+    put_back(scope, mine.token if mine.in_turn else None, mine.outer)
+    _saved.set(saved[:-1])
+    end(mine.noted)
+
+
+def put_back(variable: ContextVar[Any], token: Token[Any] | None, otherwise: Any) -> None:
+    """Undo a setting; by `otherwise` where its token is of no use.
+
+    So in a copied context, whose tokens belong to the one that it was copied from.
+    """
+    try:
+        if token is not None:
+            variable.reset(token)
+            return
+    except (ValueError, RuntimeError):  # of another context; used, before an interrupt
+        pass
+    variable.set(otherwise)
 
 
 def begin() -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ from polyattn.masks import Index, Mask
 from polyattn.torch.kit.masking import bind_mask, check_mask, expand_blocks
 from polyattn.torch.repeated_masks import Lengths
 
-__all__ = ["block_mask", "mask_behind"]
+__all__ = ["block_mask", "has_own_blocks", "mask_behind"]
 
 
 class Behind(NamedTuple):
@@ -55,9 +55,12 @@ def block_mask(
         )
     bound = bind_mask(mask, torch.device(device))
     check_mask(bound, Lengths(batch or 1, heads or 1, q_len, kv_len, "BNTH"))
-    return create_block_mask(
+    made = create_block_mask(
         _mask_mod(bound, q_len, kv_len), batch, heads, q_len, kv_len, device, block_size
     )
+    # What torch makes of it later, with other blocks, has no such mark.
+    made.polyattn_blocks = True  # type: ignore[attr-defined]
+    return made
 
 
 def _mask_mod(mask: Mask, q_len: int, kv_len: int) -> Any:
@@ -73,6 +76,13 @@ def _mask_mod(mask: Mask, q_len: int, kv_len: int) -> Any:
 def mask_behind(mask_mod: Any, q_len: int, kv_len: int) -> Mask | None:
     """Return the mask that a ``mask_mod`` is made of, for these lengths; None of any other's."""
     behind = getattr(mask_mod, "polyattn_mask", None)
+    if getattr(mask_mod, "__wrapped__", None) is not None:
+        return None  # functools.wraps has copied what stood on ours to a function that is not
     if not isinstance(behind, Behind) or (behind.q_len, behind.kv_len) != (q_len, kv_len):
         return None
     return behind.mask
+
+
+def has_own_blocks(made: Any) -> bool:
+    """Whether a block mask has the blocks that :func:`block_mask` found, and no others."""
+    return getattr(made, "polyattn_blocks", False) is True

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyattn import epoch, settings
+from polyattn.forks import kept_free
 from polyattn.masks.structure import with_sizes
 from polyattn.problem import MaskFacts, Problem
 from polyattn.tuning import Key, Measurement, TuningTable
 
 __all__ = ["key_for", "measured", "problem_class", "stored", "table"]
 
-_lock = threading.Lock()
+_lock = kept_free(threading.Lock())
 _tables: dict[str, TuningTable] = {}
 _LOOK_EVERY_S = 1.0
 

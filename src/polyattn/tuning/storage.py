@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from polyattn.errors import TuningError
+from polyattn.forks import kept_free
 from polyattn.tuning import database
 from polyattn.tuning.database import CorruptFileError, Kind, OlderFileError, transaction
 from polyattn.tuning.lock import file_lock
@@ -38,9 +39,8 @@ _TRIES = 5
 _UNLINK = "remove the link, or let it lead to a tuning table or to no file"
 _USE_ANOTHER = "make it writable or choose another cache directory"
 _MAX_NOTICES = 100
-_PROCESS_LOCK = threading.RLock()
+_PROCESS_LOCK = kept_free(threading.RLock())
 _INHERITED: list[sqlite3.Connection] = []
-_fork_is_guarded = False
 
 
 class _StaleError(Exception):
@@ -242,7 +242,6 @@ class Storage:
                 f"tuning table {self.path}: got a use after close(); open a new TuningTable"
             )
         self._leave_to_parent()
-        _guard_fork()
         if not self._resolved:  # the journal and the lock lie beside the file, not beside a link
             self._resolved = True
             with suppress(OSError, RuntimeError):
@@ -345,14 +344,3 @@ class Storage:
             f"{problem}; measured times are kept in memory and lost when the process ends; {advice}"
         )
         return memory
-
-
-def _guard_fork() -> None:
-    global _fork_is_guarded
-    if not _fork_is_guarded and hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=_PROCESS_LOCK.acquire,
-            after_in_parent=_PROCESS_LOCK.release,
-            after_in_child=_PROCESS_LOCK.release,
-        )
-    _fork_is_guarded = True

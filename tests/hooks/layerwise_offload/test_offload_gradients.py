@@ -223,6 +223,16 @@ def test_training_the_weights_themselves_is_refused(tmp_path: Path) -> None:
     assert model.blocks[0].up.weight.grad is not None
 
 
+def test_a_model_in_training_mode_may_be_used_without_gradients(tmp_path: Path) -> None:
+    model = frozen().requires_grad_(True).train()
+    with torch.no_grad():
+        want = model(X)
+        with offload(model, device="cpu", disk=tmp_path):
+            assert torch.equal(model(X), want)
+            with torch.enable_grad(), pytest.raises(OffloadError, match="gradient of blocks"):
+                model(X).sum().backward()
+
+
 def forward_gradient(model: nn.Module) -> torch.Tensor:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(X, X))).tangent

@@ -51,6 +51,21 @@ def test_everything_comes_back(tmp_path):
     assert read_record(tmp_path / "r.jsonl") == whole()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"program": ["p1.py"]', '"program": -1'),
+        ('"bias": null', '"bias": 1.5'),
+        ('"backend": "native_cpu"', '"backend": ""'),
+    ],
+)
+def test_values_of_another_kind_are_refused(tmp_path, old, new):
+    path = tmp_path / "r.jsonl"
+    path.write_text(OF_SCHEMA_1.replace(old, new))
+    with pytest.raises(TuningError, match="record"):
+        read_record(path)
+
+
 def test_a_file_of_the_schema_before(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text(OF_SCHEMA_1)

@@ -99,6 +99,7 @@ def test_files_that_hold_no_floor(calibrated: tuple[Trace, Floor], tmp_path: Pat
         json.dumps({**good, META: {"schema": 2}}),
         json.dumps({**good, "errors": {"m": {"out": 1}}}),
         json.dumps({**good, "errors": {"m": {"out:x": -1}}}),
+        json.dumps({**good, "errors": {"m": {"out:x": 10**400}}}),
         json.dumps({**good, "errors": [1]}),
         json.dumps({**good, META: {"schema": True}}),
     ):

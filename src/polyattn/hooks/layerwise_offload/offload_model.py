@@ -118,7 +118,8 @@ def enable_layerwise_offload(model: nn.Module, is_replace: bool = False) -> Laye
         if carrier_for(_device(None)).needs_files:
             _refuse_without_files()
         known.detach()
-    return offload(model)
+    with torch.no_grad():  # FastVideo takes models as they are made, in training mode
+        return offload(model)
 
 
 def _known(model: Any) -> LayerwiseOffload | None:

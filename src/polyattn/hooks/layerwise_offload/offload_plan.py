@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from polyattn.errors import OffloadError
-from polyattn.hooks.layerwise_offload.plan_check import check_plan
+from polyattn.hooks.layerwise_offload.plan_check import UNREADABLE, check_plan
 from polyattn.hooks.layerwise_offload.sizes import said
 
 __all__ = ["SCHEMA", "Facts", "OffloadPlan", "PlannedUnit"]
@@ -172,7 +172,7 @@ class OffloadPlan:
             data["order"] = tuple(data["order"])
             plan = cls(**data)
             check_plan(plan)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise OffloadError(
                 f"got what is no plan of this version ({error}), expected one of {SCHEMA!r}: "
                 "make it again with `polyattn offload plan`"

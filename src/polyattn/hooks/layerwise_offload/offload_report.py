@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyattn.errors import OffloadError
 from polyattn.hooks.layerwise_offload.exact_memory import locked_bytes
 from polyattn.hooks.layerwise_offload.meter import Event
+from polyattn.hooks.layerwise_offload.plan_check import UNREADABLE
 from polyattn.hooks.layerwise_offload.process_memory import peak
 from polyattn.hooks.layerwise_offload.sizes import said
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMA", "OffloadReport", "UnitRow", "report_of"]
 
 SCHEMA = "polyattn.offload.report/2"
+_MOST = float(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class OffloadReport:
             data["units"] = tuple(UnitRow(**row) for row in data["units"])
             data["events"] = tuple(Event(**event) for event in data["events"])
             report = cls(**data)
+            _check(report)
             str(report)  # what cannot be printed is none
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise OffloadError(
                 f"got what is no report of this version ({error}), expected one of {SCHEMA!r}: "
                 "save it again with handle.report().save(path)"
@@ -139,6 +142,23 @@ class OffloadReport:
         )
         lines += [f"  {count:,} {text}" for count, text in notes if count]
         return "\n".join(lines)
+
+
+def _check(report: OffloadReport) -> None:
+    """Raise ValueError for a value of another kind than the field's: pages compute with them."""
+    rows: tuple[OffloadReport | UnitRow | Event, ...] = (report, *report.units, *report.events)
+    for row in rows:
+        for field in fields(row):
+            value, kind = getattr(row, field.name), str(field.type)
+            least = -1 if field.name == "unit" else 0  # -1: what is outside of any
+            number = type(value) in (int, float) and least <= value < _MOST
+            whole = type(value) is int and number
+            optional = value is None and kind.endswith("None")
+            fits = {"int": whole, "float": number, "str": type(value) is str}
+            if not optional and not fits.get(kind.removesuffix(" | None"), True):
+                raise ValueError(f"{field.name}: {value!r:.60}")
+            if type(value) is str:
+                value.encode()  # half a pair of characters is in no page
 
 
 def _verdict(report: OffloadReport) -> str:

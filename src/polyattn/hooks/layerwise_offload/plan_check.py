@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["check_plan"]
+__all__ = ["UNREADABLE", "check_plan"]
+
+UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+"""What reading a text raises that is not what it should be; the last: lists within lists."""
 
 _TIERS = ("resident", "host", "disk")
 _MOST_READERS = 64

@@ -124,7 +124,10 @@ def _shared_out(units: list[Found], shared: list[tuple[Segment, set[int]]]) -> l
 
 
 def refuse_training(model: nn.Module, survey: Survey) -> None:
-    """Raise if the weights that would stream are the ones that are trained."""
+    """Raise if the weights that would stream are the ones that are trained.
+
+    Under ``no_grad`` a model is only used, whatever it was left as; a backward pass would raise.
+    """
     trained = [
         leaf.name
         for unit in survey.units
@@ -132,9 +135,10 @@ def refuse_training(model: nn.Module, survey: Survey) -> None:
         for leaf in segment.leaves
         if leaf.trained
     ]
-    if trained and model.training:
+    if trained and model.training and torch.is_grad_enabled():
         raise OffloadError(
             f"got a model in training mode whose weights all want gradients ({trained[0]}, ...), "
             "expected frozen weights, beside which adapters may train: call "
-            "model.requires_grad_(False) before adapters are added, or model.eval()"
+            "model.requires_grad_(False) before adapters are added, or model.eval(); to use it "
+            "as it is, offload it under torch.no_grad()"
         )

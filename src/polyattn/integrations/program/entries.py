@@ -69,6 +69,8 @@ def _strides(value: Any) -> tuple[tuple[int, ...], ...] | None:
 def ran_of(line: dict[str, Any]) -> Ran:
     """Read what a call ran on; schema 1 knows one process."""
     fallback = line["fallback"]
+    if not line["backend"]:
+        raise ValueError("got a call that ran on nothing, expected a backend")
     return Ran(
         str(line["backend"]),
         str(line["version"]),

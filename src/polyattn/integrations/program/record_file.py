@@ -99,8 +99,11 @@ def read_record(path: str | os.PathLike[str]) -> Record:
         )
     if decoded[-1] != {"kind": "end", "lines": len(decoded) - 2}:
         raise TuningError(f"record: got {str(path)!r}, which was cut short; record again")
-    program, machine = tuple(map(str, head.get("program") or ())), str(head.get("machine", ""))
-    record = Record([], [], program, machine=machine)
+    program = head.get("program") or []
+    if not isinstance(program, list):
+        raise TuningError(f"record: got the program {program!r:.60}, expected a list; {_ADVICE}")
+    machine = str(head.get("machine", ""))
+    record = Record([], [], tuple(map(str, program)), machine=machine)
     for number, line in enumerate(decoded[1:-1], 2):
         try:
             _add(record, line)

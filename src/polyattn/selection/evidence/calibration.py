@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from polyattn import settings
 from polyattn.errors import PolyattnError
+from polyattn.forks import kept_free
 from polyattn.problem import Problem
 from polyattn.selection import Accepted, Selection, Source, scopes
 from polyattn.selection.backend import FAULTS
@@ -39,7 +40,7 @@ CALIBRATED_FROM = 1 << 24
 _SESSION_S, _WRITE_S = 0.15, 0.2
 _OWN = frozenset({"sdpa_flash", "sdpa_math"})
 
-_lock = threading.Lock()
+_lock = kept_free(threading.Lock())
 _in_vain: set[tuple[str, str]] = set()
 
 

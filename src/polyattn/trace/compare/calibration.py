@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +138,7 @@ def _parsed(data: Any, meta: Any) -> Floor:
     for module, found in data.get("errors", {}).items():
         for key, error in found.items():
             phase, colon, tensor = key.partition(":")
-            number = type(error) in (int, float) and 0 <= error < math.inf
+            number = type(error) in (int, float) and 0 <= error <= sys.float_info.max
             if not colon or not number:
                 raise ValueError(f"{key!r:.60}: {error!r:.60}")
             errors[module, phase, tensor] = float(error)
