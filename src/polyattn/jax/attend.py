@@ -10,6 +10,7 @@ import jax
 from polyattn.errors import InvalidProblem, near_matches
 from polyattn.jax import platform
 from polyattn.jax.admission import admit
+from polyattn.jax.context import settled
 from polyattn.jax.dispatch import admitted, plan_for, run
 from polyattn.jax.kit.masking import bind_mask
 from polyattn.jax.kit.pytrees import ensure_pytree
@@ -246,7 +247,7 @@ def explain(
     layer = None
     if supported_attention_backends is not None:
         layer = frozenset(Request.make(supported_attention_backends).names)
-    return select_here(problem, current_wishes(backend, layer), facts)
+    return settled(lambda _: select_here(problem, current_wishes(backend, layer), facts))
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -15,18 +15,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from polyattn import epoch
+from polyattn import epoch, settings
 from polyattn.errors import InvalidProblem
 from polyattn.selection import scopes
 
-__all__ = ["check", "spread_here", "within_spread"]
+__all__ = ["check", "settled", "spread_here", "within_spread"]
+
+Choice = TypeVar("Choice")
 
 _NOTHING = "\n0"
+_TRIES = 8
 _scope = jax.make_user_context(_NOTHING)
 _epoch = jax.make_user_context("")
 _spread = jax.make_user_context(None)
@@ -100,8 +104,36 @@ def _renew() -> None:
         _scope(_Held.key).__enter__()
 
 
+class _Chosen:
+    """Whether anything was chosen under the epoch that is in JAX's key, and may be in a trace."""
+
+    anything = False
+
+
+def settled(choose: Callable[[str], Choice]) -> Choice:
+    """Return what is chosen in an epoch, whose name `choose` gets, that has not ended meanwhile.
+
+    Until something was chosen an epoch's end changes no trace, and JAX's key stays. So the first
+    call of a process, which finds backends, settings and measured times and ends an epoch with
+    each, is traced once.
+    """
+    for _ in range(_TRIES):
+        settings.current()  # notices variables that have changed
+        now = scopes.state.epoch
+        found = choose(now)
+        with epoch.lock:
+            if now == scopes.state.epoch:
+                _Chosen.anything = True
+                return found
+    with epoch.lock:  # something ends epochs all the time
+        _Chosen.anything = True
+        return choose(scopes.state.epoch)
+
+
 def _turn() -> None:
-    _set_everywhere(_epoch, scopes.state.epoch)
+    if _Chosen.anything:
+        _Chosen.anything = False
+        _set_everywhere(_epoch, scopes.state.epoch)
 
 
 def _set_everywhere(context: Any, value: Any) -> None:
@@ -142,6 +174,5 @@ def check() -> None:
 
 scopes.watchers.append(_follow)
 epoch.listeners.append(_turn)
-_turn()
 if _here() != _NOTHING:  # imported within a scope
     _follow(1, False)

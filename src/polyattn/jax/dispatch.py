@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyattn import settings
 from polyattn.errors import InvalidProblem, Unsupported
 from polyattn.jax import context
 from polyattn.jax.admission import Call, admit
@@ -55,9 +54,9 @@ def plan_for(problem: Problem, backend: Any = None, part: bool = False, sizes: S
     around the call is then meant for the whole, as far as only the whole can be run by it.
     `sizes`: of blocks, by the names that the backend's configurations have.
     """
-    settings.current()  # notices variables that have changed
     names = tuple(backend) if isinstance(backend, (list, tuple)) else backend
-    return _plan(problem, names, part, sizes, scopes.current_scope(), scopes.state.epoch)
+    scope = scopes.current_scope()
+    return context.settled(lambda now: _plan(problem, names, part, sizes, scope, now))
 
 
 @functools.lru_cache(maxsize=1024)
