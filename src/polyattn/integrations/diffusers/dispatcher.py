@@ -6,6 +6,7 @@ import sys
 import threading
 from typing import Any
 
+from polyattn.forks import kept_free
 from polyattn.integrations.diffusers.enum_member import add_member, remove_member
 from polyattn.integrations.diffusers.library import HOME, NAME, library, require
 from polyattn.integrations.on_import import OnImport
@@ -24,7 +25,7 @@ class _Held:
     """Whether it is registered, and what it waits for."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = kept_free(threading.RLock())
         self.member: Any = None
         self.waiting: OnImport | None = None
 

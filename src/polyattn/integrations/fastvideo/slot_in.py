@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.errors import MissingDependency, Unsupported
+from polyattn.forks import kept_free
 from polyattn.integrations.on_import import OnImport
 
 __all__ = ["DENSE", "HOME", "is_registered", "register", "unregister"]
@@ -38,7 +39,7 @@ class _Held:
     """What was replaced, and what it waits for."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = kept_free(threading.RLock())
         self.theirs: Callable[..., Any] | None = None
         self.waiting: OnImport | None = None
 

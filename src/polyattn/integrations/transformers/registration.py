@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.errors import Unsupported
+from polyattn.forks import kept_free
 from polyattn.integrations.on_import import OnImport
 from polyattn.integrations.transformers.library import (
     HOME,
@@ -29,7 +30,7 @@ class _Held:
     """What stood where something of ours stands now, in the order in which it was put there."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = kept_free(threading.RLock())
         self.entries: list[tuple[Any, str, Any, Any]] = []
         self.methods: list[tuple[type, str, Any, Any]] = []
         self.waiting: OnImport | None = None  # for transformers to be imported
