@@ -12,7 +12,7 @@ pytest.importorskip("jax")
 
 PROGRAM = """
 import jax, jax.numpy as jnp
-from polyattn import settings, use_backend
+from polyattn import Unsupported, settings
 from polyattn.jax import attention, explain
 
 traced = []
@@ -30,6 +30,22 @@ settings.reload()  # what was chosen may be another now
 for _ in range(2):
     run(jnp.ones((1, 8, 2, 16)))
 assert len(traced) == 2, len(traced)
+
+refused = []
+
+@jax.jit
+def another_way(q):
+    try:
+        return attention(q, q, q, backend="jax_cudnn")
+    except Unsupported:
+        refused.append(None)
+        return q
+
+settings.reload()
+for _ in range(2):
+    another_way(jnp.ones((1, 8, 2, 16)))
+    settings.reload()  # what was refused may be here now
+assert len(refused) == 2, len(refused)
 print("right")
 """
 

@@ -120,14 +120,25 @@ def settled(choose: Callable[[str], Choice]) -> Choice:
     for _ in range(_TRIES):
         settings.current()  # notices variables that have changed
         now = scopes.state.epoch
-        found = choose(now)
-        with epoch.lock:
-            if now == scopes.state.epoch:
-                _Chosen.anything = True
-                return found
+        try:
+            found = choose(now)
+        except Exception:  # a program may catch it and go another way, which is a choice too
+            if _is_still(now):
+                raise
+            continue
+        if _is_still(now):
+            return found
     with epoch.lock:  # something ends epochs all the time
         _Chosen.anything = True
         return choose(scopes.state.epoch)
+
+
+def _is_still(name: str) -> bool:
+    """Say whether an epoch goes on; if so, something was chosen in it."""
+    with epoch.lock:
+        same = name == scopes.state.epoch
+        _Chosen.anything |= same
+        return same
 
 
 def _turn() -> None:

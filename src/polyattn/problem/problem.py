@@ -117,8 +117,9 @@ class Problem:
         for name in ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "value_dim"):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 0:
-                open_size = hasattr(size, "scope")  # as of jax.export.symbolic_shape
-                hint = "; a choice needs sizes that are known: export with numbers" * open_size
+                hint = ""
+                if hasattr(size, "scope"):  # as of jax.export.symbolic_shape
+                    hint = "; a choice needs sizes that are known: export with numbers"
                 raise InvalidProblem(f"got {name}={size!r}, expected a size >= 0{hint}.")
         if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
             raise InvalidProblem(

@@ -80,7 +80,8 @@ def identity() -> Identity:
 
     told = _told()
     # it starts a process, and a fork meanwhile leaves a child that waits for Python's lock for ever
-    name = "" if told else platform.processor()
+    known = "vendor_id" in told or "CPU implementer" in told
+    name = "" if known else platform.processor()
     return _identity(told, sys.platform, platform.machine(), name)
 
 

@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -418,6 +419,9 @@ def test_what_is_in_memory_wins_over_a_file_of_its_name(stored: Path, tmp_path: 
     with handle:
         assert torch.equal(model(X), want)
         assert len(list((tmp_path / "own").glob("*.weights"))) == 6
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning):
+        offload(model, device="cpu", weights=stored, disk=tmp_path / "own")
+    assert torch.equal(model(X), want)  # and nothing of it is put away
     model = frozen()
     with offload(model, device="cpu", weights=stored, disk=tmp_path / "own"):
         assert list((tmp_path / "own").glob("*.weights")) == []  # the model's own are used

@@ -163,9 +163,9 @@ def _offload(
     homes.require(sum(found.nbytes for found in survey.units))
     with _Bar(progress) as shown:
         attached = Attached(model, survey, carrier, homes, shown)
-    homes.warn_of_others()
     handle = LayerwiseOffload(model, plan, attached)
     try:
+        homes.warn_of_others()
         settle(handle, attached, survey, asked, sample)
     except BaseException:
         handle.detach()

@@ -7,9 +7,7 @@ from typing import Any
 
 __all__ = ["UNREADABLE", "check_plan"]
 
-UNREADABLE = (
-    ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
-)  # fmt: skip
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a text raises that is not what it should be; the last: lists within lists."""
 
 _TIERS = ("resident", "host", "disk")
