@@ -7,25 +7,27 @@
 namespace polyattn {
 namespace {
 
-bool is_intel() noexcept {
-#if defined(__x86_64__)
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid(0, &eax, &ebx, &ecx, &edx) != 0 && ebx == signature_INTEL_ebx;
-#else
-  return false;
-#endif
-}
-
 #if defined(__x86_64__)
 constexpr bool kX86 = true;
+
+// Whether the vendor's name begins so.
+bool is_made_by(unsigned signature) noexcept {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(0, &eax, &ebx, &ecx, &edx) != 0 && ebx == signature;
+}
+bool is_intel() noexcept { return is_made_by(signature_INTEL_ebx); }
+bool is_amd() noexcept { return is_made_by(signature_AMD_ebx); }
 #else
 constexpr bool kX86 = false;
+constexpr bool is_intel() noexcept { return false; }
+constexpr bool is_amd() noexcept { return false; }
 #endif
 
 }  // namespace
 
 bool pages_in_turn = is_intel();
 const bool codes_together = is_intel();
+int64_t page_heads_together_from = is_amd() ? int64_t{1} << 26 : INT64_MAX;
 bool tile_by_tile = is_intel();
 bool fetch_meanwhile = kX86;
 

@@ -2,6 +2,8 @@
 // kernel/fetcher.h, kernel/forward_strip.h).
 #pragma once
 
+#include <cstdint>
+
 namespace polyattn {
 
 // Rows are fetched from several pages of memory in turn. Changes no bit. Intel's processors; tests set it.
@@ -10,6 +12,10 @@ extern bool pages_in_turn;
 // Heads whose codes lie side by side walk over their keys together, as other heads do. Keys are then divided into
 // other parts. Intel's processors.
 extern const bool codes_together;
+
+// From how many bytes of keys and values on heads walk over their keys together also where these lie in small pages,
+// heads before keys. Keys are then divided into other parts. On AMD's processors; tests set it.
+extern int64_t page_heads_together_from;
 
 // Products with values go tile by tile, so that these stay in the first cache, and not over all tiles of a chunk, where
 // sums stay in registers. Changes no bit. Intel's processors; tests set it.

@@ -72,6 +72,7 @@ int main(int count, char** words) {
     std::vector<uint8_t> bytes(static_cast<size_t>(random.between(16, 4000)));
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.bits());
     polyattn::pages_in_turn = random.bits() & 1;
+    polyattn::page_heads_together_from = random.bits() & 1 ? 0 : INT64_MAX;
     polyattn::tile_by_tile = random.bits() & 1;
     polyattn::fetch_meanwhile = random.bits() & 1;
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());

@@ -1,6 +1,6 @@
 // The order in which few rows fetch keys and values: every row of a block once, of several pages in turn; and that
 // it changes no bit of a result, whatever lies at the end of a sequence, nor is anything read that is not there. Nor
-// does the order of products with values.
+// does the order of products with values. And which heads walk together over small pages.
 //
 // Build from: memory_habits_test.cpp and the libraries polyattn_testing and polyattn_kernels of CMake.
 #define POLYATTN_NAMESPACE testing_memory_habits
@@ -10,6 +10,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <set>
 #include <string>
@@ -156,6 +157,74 @@ void no_bit_changes(const Kernels& kernels) {
   }
 }
 
+template <int Lanes>
+struct Width {
+  static constexpr int kLanes = Lanes;
+};
+
+// Which calls have heads that walk together over small pages.
+void who_walks_together() {
+  constexpr int64_t kBytes = 3000 * Call::kKvHeads * 2 * Call::kDim * 4;
+  struct Case {
+    DType dtype;
+    int64_t page, from, of_sixteen, of_eight;
+  };
+  for (const Case& x :
+       {Case{DType::f32, 16, kBytes - 1, 2, 2}, Case{DType::f32, 32, kBytes - 1, 2, 2},
+        Case{DType::f32, 16, kBytes, 1, 1}, Case{DType::f32, 33, 0, 1, 1}, Case{DType::f32, 0, 0, 1, 1},
+        Case{DType::bf16, 16, kBytes / 2 - 1, 2, 1}, Case{DType::bf16, 16, kBytes / 2, 1, 1}}) {
+    Call call(x.dtype, 3000, x.page, false, 1);
+    page_heads_together_from = x.from;
+    const std::string what = "heads together, pages of " + std::to_string(x.page);
+    expect(heads_together<Width<16>>(call.a, 4) == x.of_sixteen, what);
+    expect(heads_together<Width<8>>(call.a, 4) == x.of_eight, what + ", 8 lanes");
+    expect(heads_together<Width<16>>(call.a, kFewRows + 1) == 1, what + ", many rows");
+  }
+}
+
+float element(const std::vector<uint8_t>& x, size_t i, DType dtype) {
+  uint32_t bits = 0;
+  if (dtype == DType::f32) {
+    std::memcpy(&bits, x.data() + 4 * i, 4);
+  } else {
+    std::memcpy(reinterpret_cast<uint8_t*>(&bits) + 2, x.data() + 2 * i, 2);
+  }
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Together or each by itself, the result is the same within rounding.
+void heads_of_small_pages(const Kernels& kernels) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const double allowed = dtype == DType::f32 ? 1e-5 : 2e-3;
+    for (const int64_t kv_len : {2048, 2049, 3000}) {
+      for (const int64_t page : {1, 8, 16, 24, 32}) {
+        Call call(dtype, kv_len, page, false, static_cast<uint64_t>(kv_len + page));
+        page_heads_together_from = INT64_MAX;
+        const std::vector<uint8_t> alone = call.run(kernels, false);
+        page_heads_together_from = 0;
+        const std::vector<uint8_t> together = call.run(kernels, false);
+        bool same = true;
+        for (size_t i = 0; i < size_t{Call::kQHeads * Call::kDim}; ++i) {
+          same &= std::abs(element(alone, i, dtype) - element(together, i, dtype)) <= allowed;
+        }
+        expect(same, std::string(kernels.name) + ", heads together, " + std::to_string(kv_len) +
+                         " keys, pages of " + std::to_string(page));
+      }
+    }
+  }
+}
+
+void heads_of_small_pages() {
+  const int64_t before = page_heads_together_from;
+  who_walks_together();
+  for (const Kernels* const* set = available(); *set != nullptr; ++set) {
+    if (!(*set)->prepare || (*set)->prepare() == nullptr) heads_of_small_pages(**set);
+  }
+  page_heads_together_from = before;
+}
+
 void no_bit_changes() {
   const bool before[] = {pages_in_turn, tile_by_tile, fetch_meanwhile};
   for (const Kernels* const* set = available(); *set != nullptr; ++set) {
@@ -171,6 +240,7 @@ int main() {
   polyattn::testing::every_row_once();
   polyattn::testing::what_a_queue_fetches();
   polyattn::testing::no_bit_changes();
+  polyattn::testing::heads_of_small_pages();
   std::printf("%d failures\n", polyattn::testing::failures);
   return polyattn::testing::failures == 0 ? 0 : 1;
 }

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,38 @@ def test_steps_are_interleaved_and_repeated() -> None:
         assert min(one.seconds) > 0 and min(one.processor) >= 0
     turns = len(re.findall("ab|ba", "".join(key for key, _ in _runs(calls))))
     assert turns >= 3  # not all of one before the other
+
+
+def test_what_is_large_is_warmed_before_each_block_and_that_call_is_not_timed() -> None:
+    asked: list[int] = []
+
+    def elsewhere(calls: int) -> tuple[float, float]:
+        asked.append(calls)
+        return 0.5 * calls, 0.25 * calls
+
+    steps = {"elsewhere": Step(lambda: None, timed=elsewhere, warm=True)}
+    series, _ = time_steps(steps, repeats=2, block_s=1.0)
+    assert series["elsewhere"].seconds == [0.5, 0.5]
+    assert asked == [1, 1] + [1, 2] * ((len(asked) - 2) // 2) and len(asked) >= 6
+
+    slow: list[float] = []
+
+    def here() -> None:  # each second call is slow: the one that is not timed
+        begin = time.perf_counter()
+        time.sleep(0.05 if len(slow) >= 2 and len(slow) % 2 == 0 else 0.001)
+        slow.append(time.perf_counter() - begin)
+
+    series, _ = time_steps({"here": Step(here, warm=True)}, repeats=2, block_s=1e-4)
+    assert len(slow) % 2 == 0 and min(slow[2::2]) >= 0.05
+    assert min(series["here"].seconds) < 0.05
+
+
+def test_caches_of_long_texts_are_large() -> None:
+    caches = [Case("decode", Size(n, 32, 8, 1, 32768, 128)) for n in (1, 8)]
+    short = Case("decode", Size(1, 32, 8, 1, 4096, 128))
+    assert [room.is_large(case) for case in (*caches, short)] == [True, True, False]
+    way = next(iter(torch_ways(Inputs.of(SMALL[0]))))
+    assert not step(way, Inputs.of(SMALL[0])).warm
 
 
 def _runs(calls: list[str]) -> list[tuple[str, int]]:

@@ -45,6 +45,19 @@ inline int64_t longest(const int64_t* cu, int64_t batch, int64_t length) {
 // head alone, but where `codes_together` says otherwise.
 constexpr int64_t kCachedCodes = int64_t{1} << 26;  // bytes
 
+// Whether keys lie in small pages, heads before keys, and no cache holds them: one head's keys of a page are a few
+// kilobytes, here and there in memory, and only all heads together read a page from end to end. With 8 lanes half
+// types are bound by computation, and lose.
+template <class S>
+inline bool scattered_in_pages(const Arguments& a) {
+  constexpr int64_t kSmallPage = 32;  // keys
+  if (!a.pages.table || a.pages.page_size > kSmallPage || a.k.head <= 0) return false;
+  const int64_t element = a.dtype == DType::f32 ? 4 : 2;
+  const int64_t bytes = a.batch * a.kv_len * a.kv_heads * (a.head_dim + a.value_dim) * element;
+  return a.k.head * a.kv_heads <= a.k.batch && bytes > page_heads_together_from &&
+         (S::kLanes >= 16 || a.dtype == DType::f32);
+}
+
 template <class S>
 inline int64_t heads_together(const Arguments& a, int64_t rows) {
   const bool side_by_side = a.k.head > 0 && a.k.head * a.kv_heads <= a.k.row;
@@ -52,7 +65,8 @@ inline int64_t heads_together(const Arguments& a, int64_t rows) {
   const int64_t codes =
       a.quantised.codes == Codes::none ? 0 : a.batch * a.kv_len * a.kv_heads * (a.head_dim + a.value_dim);
   const bool coded = S::kLanes >= 16 && !codes_together && codes > 0 && codes <= kCachedCodes;
-  if (rows > kFewRows || a.kv_len < 2048 || a.cu_q || !side_by_side || coded) return 1;
+  if (rows > kFewRows || a.kv_len < 2048 || a.cu_q || coded) return 1;
+  if (!side_by_side && !scattered_in_pages<S>(a)) return 1;
   return smaller<int64_t>(a.kv_heads, kMostTogether);
 }
 

@@ -34,11 +34,13 @@ class Step:
     """What is timed; `scope` surrounds its blocks, outside the timer.
 
     `timed`: runs so many calls in another process; returns their seconds and processor time.
+    `warm`: a call that is not timed comes before each block.
     """
 
     run: Callable[[], object]
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     timed: Callable[[int], tuple[float, float]] | None = None
+    warm: bool = False
 
 
 @dataclass
@@ -100,7 +102,7 @@ def time_steps(
     """
     single = {name: min(once(step) for _ in range(2)) for name, step in steps.items()}
     loops = {name: max(1, math.ceil(block_s / seconds)) for name, seconds in single.items()}
-    repeat_s = sum(loops[name] * single[name] + IDLE_S for name in steps)
+    repeat_s = sum((loops[n] + step.warm) * single[n] + IDLE_S for n, step in steps.items())
     turns = max(1, min(_MOST_TURNS, math.ceil(_REPEAT_S / repeat_s)))
     done: list[tuple[float, dict[str, tuple[float, float]]]] = []
     while len(done) < 2 * repeats and sum(load <= QUIET for load, _ in done) < repeats:
@@ -132,6 +134,8 @@ def _turned(names: Sequence[str], by: int) -> list[str]:
 def _block(step: Step, calls: int) -> tuple[float, float]:
     """Return the seconds of a call and the processor time of all threads, means of a block."""
     if step.timed is not None:
+        if step.warm:
+            step.timed(1)
         time.sleep(IDLE_S)
         seconds, busy = step.timed(calls)
         return max(seconds, 1e-9) / calls, busy / calls
@@ -139,6 +143,8 @@ def _block(step: Step, calls: int) -> tuple[float, float]:
     gc.disable()
     try:
         with step.scope():
+            if step.warm:
+                run()
             time.sleep(IDLE_S)
             busy, begin = time.process_time(), time.perf_counter()
             for _ in range(calls):

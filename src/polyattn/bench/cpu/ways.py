@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from polyattn.bench.cpu.case_arrays import Inputs
 from polyattn.bench.cpu.cases import BLOCK, WINDOW
 from polyattn.bench.cpu.repeats import Step, once
+from polyattn.bench.cpu.room import is_large
 from polyattn.errors import PolyattnError
 from polyattn.torch import attention, explain
 
@@ -58,7 +59,7 @@ def step(way: Way, inputs: Inputs) -> Step:
     """Return what is timed: the forward pass, or forward and backward."""
     call, q, k, v, g = way.call, inputs.q, inputs.k, inputs.v, inputs.grad_out
     if not inputs.case.train:
-        return Step(lambda: call(q, k, v), way.scope, way.timed)
+        return Step(lambda: call(q, k, v), way.scope, way.timed, warm=is_large(inputs.case))
     return Step(lambda: torch.autograd.grad(call(q, k, v), (q, k, v), g), way.scope)
 
 
