@@ -1,9 +1,11 @@
 """Settings for all tests: an own cache, no settings from outside, one thread per process."""
 
+import gc
 import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +59,20 @@ def native_kernels_are_the_faster() -> Iterator[None]:
     kinds = [kind for kind in KINDS if not kind.startswith("small")]
     with assume(Evidence({(dtype, kind): figure for dtype in dtypes for kind in kinds})):
         yield
+
+
+_FROZEN = -600.0
+"""When what had been made so far was last put out of the collector's sight."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_earlier_modules_made_is_not_searched_again() -> None:
+    """Keep collections short: with the modules of thousands of tests, one takes seconds."""
+    global _FROZEN
+    if time.monotonic() - _FROZEN > 30:
+        gc.collect()
+        gc.freeze()
+        _FROZEN = time.monotonic()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
