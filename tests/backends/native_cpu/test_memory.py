@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from polyattn import Causal
+from polyattn import BlockMap, Causal, Dense, LeftPadding, Padding, PrefixLM, Segments
 from polyattn.errors import InvalidProblem
 from polyattn.masks.biases import DenseBias
 from polyattn.native import module
@@ -24,6 +25,7 @@ from polyattn.torch import attention
 if not isinstance(module.status(), Available):
     pytest.skip("the extension is not built", allow_module_level=True)
 
+from polyattn.backends.native_cpu.torch.arguments import memory
 from polyattn.backends.native_cpu.torch.operator import native_attention, native_attention_backward
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -234,6 +236,56 @@ def test_copies_on_write_stay_uncopied(options: dict[str, Any], grad: bool) -> N
             first(found).sum().backward()
         attention(*lazy, backend="native_cpu", bias=DenseBias(bias), **options)
         assert all(map(torch._C._is_cow_tensor, (*lazy, bias)))
+
+
+class _Standing(Tensor):
+    """A tensor that has no memory and stands for one that has, as asynchronous collectives do."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, offset: int) -> _Standing:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), offset, dtype=held.dtype
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(_Standing, lambda x: x.held, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_MASKS = {
+    "padding": lambda held: Padding(kv_lengths=held(torch.tensor([3, 5]))),
+    "left padding": lambda held: LeftPadding(held(torch.tensor([2, 4]))),
+    "prefix": lambda held: PrefixLM(held(torch.tensor([2, 4]))),
+    "segments": lambda held: Segments(ids(B * T).view(B, T), held(torch.arange(B * S).view(B, S) // 4)),
+    "dense": lambda held: Dense(held(torch.arange(S) % 3 > 0)),
+    "blocks": lambda held: BlockMap(
+        5, 3, held(torch.tensor([[[[2, 0]]]])), held(torch.tensor([[[1]]]))
+    ),
+}
+
+
+@pytest.mark.parametrize("offset", [0, 16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", _MASKS)
+def test_masks_of_tensors_that_stand_for_others(kind: str, grad: bool, offset: int) -> None:
+    q, k, v = qkv(requires_grad=grad)
+    want = attention(q, k, v, mask=_MASKS[kind](lambda x: x), backend="native_cpu")
+    mask = _MASKS[kind](lambda x: _Standing(x, offset))
+    got = attention(q, k, v, mask=mask, backend="native_cpu")
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    if grad:
+        torch.testing.assert_close(
+            *(torch.autograd.grad(x.square().sum(), q)[0] for x in (got, want))
+        )
+
+
+def test_views_into_a_storage_without_memory_have_no_address() -> None:
+    assert memory(_Standing(torch.ones(2), 16)) == (0, 8)
 
 
 def test_the_errors_say_what_was_got_and_expected() -> None:

@@ -50,9 +50,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def memory(x: Tensor) -> tuple[int, int]:
-    """Return the address of the first entry, and how many bytes the storage has from there on."""
-    here = int(x.storage_offset()) * x.element_size()
-    return address_of(x), max(x.untyped_storage().nbytes() - here, 0)
+    """Return the address of the first entry, and how many bytes the storage has from there on.
+
+    The address is 0 where there is no memory, also of views into a storage that has none, as that
+    of a tensor which stands for others (torch's asynchronous collectives): the extension refuses 0.
+    """
+    here, address = int(x.storage_offset()) * x.element_size(), address_of(x)
+    return 0 if address == here else address, max(x.untyped_storage().nbytes() - here, 0)
 
 
 class Sizes(NamedTuple):

@@ -110,6 +110,8 @@ def _eager_kernel(problem: Problem, constants: Constants, trains: bool, careful:
         if is_watched() or not all(type(x) in PLAIN for x in arrays_given):
             return careful(q, k, v, mask, bias, sinks)
         codes, arrays = program_of(mask, q, k, layout)
+        if not all(type(x) in PLAIN for x in arrays):
+            return careful(q, k, v, mask, bias, sinks)
         extras, dtype = Extras(dense, slopes, sinks, codes, arrays), q.dtype
         if not trains:
             out, lse = forward(q, k, v, extras, constants, lse_too)
