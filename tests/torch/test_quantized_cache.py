@@ -86,6 +86,21 @@ def test_nothing_leaves_the_range_of_codes(dtype: Any) -> None:
 
 
 @every_dtype
+def test_torchs_own_dtypes_name_the_codes_too(dtype: Any) -> None:
+    x = torch.randn(1, 70, 2, 16)
+    for mine, theirs in zip(
+        quantize_kv(x, dtype=dtype), quantize_kv(x, dtype=getattr(torch, dtype)), strict=True
+    ):
+        assert torch.equal(mine.float(), theirs.float())
+    cache = QuantizedCache(1, 2, 16, dtype=getattr(torch, dtype))
+    cache.append(x, x)
+    assert cache.keys.dtype == getattr(torch, dtype)
+    for wrong in (torch.float16, "int4", None, ["int8"]):
+        with pytest.raises(InvalidProblem, match="expected one of 'int8'"):
+            quantize_kv(x, dtype=wrong)  # type: ignore[arg-type]
+
+
+@every_dtype
 def test_zeros_stay_zeros(dtype: Any) -> None:
     codes, scales = quantize_kv(torch.zeros(1, 5, 2, 4), dtype=dtype, block_size=2)
     assert not codes.float().any() and bool((scales == SMALLEST).all())

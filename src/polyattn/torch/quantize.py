@@ -16,7 +16,7 @@ from polyattn.problem import CODES
 from polyattn.torch.kit.quantised import scales_of_rows
 
 __all__ = [
-    "FLOATS", "Codes", "check_finite", "check_form", "encode", "largest_of_blocks",
+    "FLOATS", "Codes", "check_finite", "checked_form", "encode", "largest_of_blocks",
     "largest_of_rows", "quantize_kv", "scales_for",
 ]  # fmt: skip
 
@@ -27,14 +27,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def quantize_kv(
-    x: Tensor, *, dtype: Codes = "int8", block_size: int = 64, layout: str = "BTNH"
+    x: Tensor, *, dtype: Codes | torch.dtype = "int8", block_size: int = 64, layout: str = "BTNH"
 ) -> tuple[Tensor, Tensor]:
     """Return codes and scales of keys or values, as `quantized_attention` takes them.
 
     `x` (B, S, K, H), or (B, K, S, H) with ``layout="BNTH"``, of any float dtype; `dtype` is
-    ``"int8"`` or ``"float8_e4m3fn"``. The codes have the shape of `x`; the scales are float32
-    (B, K, ceil(S / block_size)), one for each `block_size` neighbouring keys of a head, over all of
-    the head dim.
+    ``"int8"`` or ``"float8_e4m3fn"``, or torch's dtype of that name. The codes have the shape of
+    `x`; the scales are float32 (B, K, ceil(S / block_size)), one for each `block_size` neighbouring
+    keys of a head, over all of the head dim.
 
     With x^ = code * scale, up to a factor of 1 + 2^-15 for the rounding of the quotient:
     abs(x^ - x) <= scale / 2 for int8, and <= max(2^-4 * abs(x), 2^-10 * scale) for float8_e4m3fn.
@@ -47,7 +47,7 @@ def quantize_kv(
     >>> codes.flatten().tolist(), scales
     ([127, -50, 127], tensor([[[0.0100, 0.0709]]]))
     """
-    check_form(dtype, block_size, layout)
+    dtype = checked_form(dtype, block_size, layout)
     if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 4:
         got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise InvalidProblem(f"got x {got}, expected keys or values {layout} of a float dtype.")
@@ -63,9 +63,10 @@ def quantize_kv(
     return codes, scales
 
 
-def check_form(dtype: Any, block_size: Any, layout: Any) -> None:
-    """Check what codes are to be like."""
-    if dtype not in CODES:
+def checked_form(dtype: Any, block_size: Any, layout: Any) -> Codes:
+    """Check what codes are to be like; return the name of their dtype."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if not isinstance(name, str) or name not in CODES:
         raise InvalidProblem(f"got dtype={dtype!r}, expected one of {', '.join(map(repr, CODES))}.")
     if type(block_size) is not int or block_size < 1:
         raise InvalidProblem(
@@ -73,6 +74,7 @@ def check_form(dtype: Any, block_size: Any, layout: Any) -> None:
         )
     if layout not in ("BTNH", "BNTH"):
         raise InvalidProblem(f"got layout={layout!r}, expected 'BTNH' or 'BNTH'.")
+    return "int8" if name == "int8" else "float8_e4m3fn"
 
 
 def check_finite(name: str, largest: Tensor) -> None:

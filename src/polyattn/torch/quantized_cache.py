@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import InvalidProblem
 from polyattn.torch.kit.quantised import dequantised
-from polyattn.torch.quantize import FLOATS, Codes, check_form
+from polyattn.torch.quantize import FLOATS, Codes, checked_form
 from polyattn.torch.quantized import quantized_attention
 from polyattn.torch.quantized_rows import QuantizedRows
 
@@ -24,7 +24,7 @@ class QuantizedCache:
     rows of the last one or two blocks are kept in float32. `block_size` keys share a scale.
 
     `capacity`: for how many keys memory is taken at first; it doubles when it is used up. `dtype`:
-    of the codes. `value_dim`: `head_dim` unless given.
+    of the codes, as `quantize_kv` takes it. `value_dim`: `head_dim` unless given.
 
     >>> import torch
     >>> cache = QuantizedCache(1, 2, 32)
@@ -42,13 +42,13 @@ class QuantizedCache:
         head_dim: int,
         *,
         value_dim: int | None = None,
-        dtype: Codes = "int8",
+        dtype: Codes | torch.dtype = "int8",
         block_size: int = 64,
         layout: str = "BTNH",
         capacity: int = 256,
         device: str | torch.device = "cpu",
     ) -> None:
-        check_form(dtype, block_size, layout)
+        codes = checked_form(dtype, block_size, layout)
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {
             "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim,
@@ -58,7 +58,7 @@ class QuantizedCache:
             if type(size) is not int or size < (name in ("head_dim", "value_dim")):
                 raise InvalidProblem(f"got {name}={size!r}, expected a size.")
         self.layout, self.block_size, self.device = layout, block_size, torch.device(device)
-        form = dtype, block_size, layout == "BNTH", self.device
+        form = codes, block_size, layout == "BNTH", self.device
         self._batch, self._heads, self._dims = batch, kv_heads, (head_dim, value_dim)
         if value_dim == head_dim:  # keys and values in the same few operations
             rows = 2 * batch, capacity, kv_heads, head_dim
