@@ -14,7 +14,7 @@ extern bool pages_in_turn;
 extern const bool codes_together;
 
 // From how many bytes of keys and values on heads walk over their keys together also where these lie in small pages,
-// heads before keys. Keys are then divided into other parts. On AMD's processors; tests set it.
+// heads before keys. Keys are then divided into other parts. Zen 4; tests set it.
 extern int64_t page_heads_together_from;
 
 // Products with values go tile by tile, so that these stay in the first cache, and not over all tiles of a chunk, where

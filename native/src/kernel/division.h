@@ -54,8 +54,7 @@ inline bool scattered_in_pages(const Arguments& a) {
   if (!a.pages.table || a.pages.page_size > kSmallPage || a.k.head <= 0) return false;
   const int64_t element = a.dtype == DType::f32 ? 4 : 2;
   const int64_t bytes = a.batch * a.kv_len * a.kv_heads * (a.head_dim + a.value_dim) * element;
-  return a.k.head * a.kv_heads <= a.k.batch && bytes > page_heads_together_from &&
-         (S::kLanes >= 16 || a.dtype == DType::f32);
+  return S::kLanes >= 16 && a.k.head * a.kv_heads <= a.k.batch && bytes > page_heads_together_from;
 }
 
 template <class S>
