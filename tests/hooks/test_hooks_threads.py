@@ -150,3 +150,21 @@ def test_interrupt_is_reported_late_but_once(cleaned_by: str) -> None:
     assert len(failures) == 1 and isinstance(failures[0], HookError)
     assert "cut off" in str(failures[0])
     assert state_of(module) == before
+
+
+def test_a_call_that_torch_gives_no_keywords_runs_as_one_that_had_begun_before() -> None:
+    """torch puts a hook into one table and then notes in another that it wants keywords."""
+
+    class Refusing(ForwardHook):
+        def pre_forward(self, module, *args, **kwargs):
+            raise Boom
+
+    module = nn.Linear(3, 3)
+    ModuleHookManager.of(module).attach("refusing", Refusing())
+    wants_keywords = module._forward_pre_hooks_with_kwargs
+    noted = dict(wants_keywords)
+    wants_keywords.clear()
+    assert module(X).shape == X.shape
+    wants_keywords.update(noted)
+    with pytest.raises(Boom):
+        module(X)

@@ -82,7 +82,11 @@ class Dispatcher:
             self._steps = steps
         self._release()
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        # torch notes apart that a hook wants keywords: a call of another thread that met us amid
+        # coming or going runs as one that had begun before.
+        if kwargs is None:
+            return None
         if is_dynamo_compiling():
             return _traced_before(self._steps, module, args, kwargs)
         frame = sys._getframe(1)

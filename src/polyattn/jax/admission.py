@@ -48,12 +48,24 @@ def facts_of(x: Any) -> ArrayFacts | Other:
                 "jax_enable_x64"
             )
             return Other(f"numpy.ndarray of {x.dtype.name}", True, hint)
-        return ArrayFacts(tuple(x.shape), x.dtype.name, device_of(x))
+        return ArrayFacts(_sizes(x.shape), x.dtype.name, device_of(x))
     is_array = hasattr(x, "shape") and hasattr(x, "dtype")
     hint = "jax.numpy.asarray makes it one" if is_array else ""
     if type(x).__module__.partition(".")[0] == "torch":
         hint = "call polyattn.torch.attention with tensors"
     return Other(type(x).__name__, is_array, hint)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    """Return a shape whose sizes are numbers; comparing symbolic ones fails in JAX's own words."""
+    for size in shape:
+        if hasattr(size, "scope"):  # as of jax.export.symbolic_shape
+            sizes = ", ".join(map(str, shape))
+            raise InvalidProblem(
+                f"got an array of shape ({sizes}), expected numbers: a choice needs sizes that are "
+                "known; export with numbers, once for each size."
+            )
+    return tuple(shape)
 
 
 class JaxFront:

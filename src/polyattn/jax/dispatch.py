@@ -44,7 +44,23 @@ def admitted(q: Any, k: Any, v: Any, dropout_key: Any, options: dict[str, Any]) 
             f"got dropout_p={call.problem.dropout_p} without dropout_key, expected a key of "
             "jax.random: JAX has no state that random numbers could come from."
         )
+    if call.problem.dropout_p > 0:
+        _check_key(dropout_key)
     return call
+
+
+def _check_key(key: Any) -> None:
+    """Raise :class:`InvalidProblem` for what is no key, or several."""
+    shape, dtype = getattr(key, "shape", None), getattr(key, "dtype", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    # the words of an old key are one dim more than a typed key has
+    if shape is not None and (typed or dtype == jnp.uint32) and len(shape) == (0 if typed else 1):
+        return
+    kind = type(key).__name__ if shape is None else f"{dtype} of shape {tuple(shape)}"
+    raise InvalidProblem(
+        f"got dropout_key of type {kind}, expected one key of jax.random: make it with "
+        "jax.random.key(seed), and take one of several by indexing or jax.vmap."
+    )
 
 
 def plan_for(problem: Problem, backend: Any = None, part: bool = False, sizes: Sizes = ()) -> Plan:

@@ -261,7 +261,9 @@ _MASKS = {
     "padding": lambda held: Padding(kv_lengths=held(torch.tensor([3, 5]))),
     "left padding": lambda held: LeftPadding(held(torch.tensor([2, 4]))),
     "prefix": lambda held: PrefixLM(held(torch.tensor([2, 4]))),
-    "segments": lambda held: Segments(ids(B * T).view(B, T), held(torch.arange(B * S).view(B, S) // 4)),
+    "segments": lambda held: Segments(
+        ids(B * T).view(B, T), held(torch.arange(B * S).view(B, S) // 4)
+    ),
     "dense": lambda held: Dense(held(torch.arange(S) % 3 > 0)),
     "blocks": lambda held: BlockMap(
         5, 3, held(torch.tensor([[[[2, 0]]]])), held(torch.tensor([[[1]]]))

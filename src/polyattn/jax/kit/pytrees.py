@@ -53,10 +53,15 @@ def _is_child(value: Any) -> bool:
     return value is not None and not isinstance(value, (int, float, str))
 
 
+_LEAVES = "leaves_of_pytree"
+
+
 def _flatten(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    held = [getattr(value, field.name) for field in fields(value)]
-    leaves = tuple(one for one in held if _is_child(one))
-    return leaves, tuple(_ARRAY if _is_child(one) else one for one in held)
+    marked = value.__dict__.get(_LEAVES, ())
+    held = [(f.name in marked, getattr(value, f.name)) for f in fields(value)]
+    held = [(known or _is_child(one), one) for known, one in held]
+    leaves = tuple(one for is_leaf, one in held if is_leaf)
+    return leaves, tuple(_ARRAY if is_leaf else one for is_leaf, one in held)
 
 
 def _with_keys(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -70,8 +75,14 @@ def _made(cls: type, aux: tuple[Any, ...], leaves: Any) -> Any:
     """Make the value again; nothing is checked, since JAX hands over objects of its own, too."""
     rest = iter(leaves)
     made: Any = object.__new__(cls)
+    unlike = set()
     for field, one in zip(fields(cls), aux, strict=True):  # type: ignore[arg-type]
-        object.__setattr__(made, field.name, next(rest) if one is _ARRAY else one)
+        found = next(rest) if one is _ARRAY else one
+        if one is _ARRAY and not _is_child(found):
+            unlike.add(field.name)
+        object.__setattr__(made, field.name, found)
+    if unlike:  # None, True or an axis for each leaf, as programs map them: the same structure
+        object.__setattr__(made, _LEAVES, frozenset(unlike))
     return made
 
 
