@@ -421,7 +421,11 @@ def wrong_calls() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"bias": jnp.ones((T, S))}, r"polyattn.DenseBias\(bias\)"
     yield {"layout": "BHTD"}, "expected one of BTNH"
     yield {"dropout_p": 0.5}, "dropout_key"
+    yield {"dropout_p": 0.5, "dropout_key": 3}, "dropout_key of type int, expected one key"
+    keys = jax.random.split(jax.random.key(0), 3)
+    yield {"dropout_p": 0.5, "dropout_key": keys}, r"of shape \(3,\), expected one key"
     yield {"scale": "big"}, "expected a Python number"
+    yield {"scale": jnp.float32(2)}, r"pass float\(scale\), or multiply the query"
     yield {"return_lse": "no"}, "expected True or False"
     yield {"deterministic": 0.5}, "expected True or False"
     yield {"sinks": jnp.ones(3)}, "with N = 4"
@@ -449,6 +453,16 @@ def test_wrong_arrays() -> None:
         attention(Q, KEY, V, backend="jax_referense")
     with pytest.raises(Unsupported, match="takes arrays of torch"):
         attention(Q, KEY, V, backend="flex")
+
+
+@pytest.mark.parametrize("shape", [("b", T, N, H), (B, "t", N, H)])
+def test_symbolic_sizes_are_refused_in_words(shape: tuple[Any, ...]) -> None:
+    from jax import export
+
+    sizes = export.symbolic_shape(", ".join(map(str, shape)))
+    query = jax.ShapeDtypeStruct(sizes, jnp.float32)
+    with pytest.raises(InvalidProblem, match=r"of shape \(.*\), expected numbers: .* export with"):
+        export.export(jax.jit(lambda q: attention(q, q, q, mask=Causal())))(query)
 
 
 def test_tensors_of_torch_are_refused_with_what_to_call() -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
-from polyattn.problem.processor import Identity, _identity, identity, instruction_sets, level_of
+from polyattn.problem.processor import (
+    Identity,
+    _identity,
+    _told,
+    identity,
+    instruction_sets,
+    level_of,
+)
 
 AMD = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "1", "stepping": "1"}
 ARM = {"CPU implementer": "0x41", "CPU part": "0xd40", "CPU variant": "0x1", "CPU revision": "1"}
@@ -48,3 +57,18 @@ def test_here() -> None:
         "sve",
         "neon",
     )
+
+
+def test_a_process_without_a_file_to_open_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    _told.cache_clear()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("builtins.open", full)
+            with pytest.raises(OSError, match="Too many open files"):
+                _told()
+        assert _told.cache_info().currsize == 0  # nothing is kept
+    finally:
+        _told.cache_clear()

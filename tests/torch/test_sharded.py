@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from polyattn import Causal, LeftPadding, Padding, PrefixLM, Segments
+from polyattn import (
+    Alibi,
+    BlockMap,
+    Causal,
+    Dense,
+    DenseBias,
+    InvalidProblem,
+    LeftPadding,
+    Padding,
+    PrefixLM,
+    Segments,
+)
 from polyattn.torch import attention
 
 RANKS = Path(__file__).with_name("sharded_ranks.py")
@@ -86,3 +97,49 @@ def test_masks_where_the_batch_is_as_large_as_the_sequence(mask: Any, mesh: Any)
     q = DTensor.from_local(whole[:2], mesh, [Shard(0)], run_check=False)
     got = attention(q, q, q, mask=mask).to_local()
     torch.testing.assert_close(got, attention(whole, whole, whole, mask=mask)[:2])
+
+
+_OF_A_PART = {
+    "padding": (0, {"mask": Padding(kv_lengths=torch.tensor([1, 2]))}),
+    "starts": (0, {"mask": Causal() & LeftPadding(torch.tensor([1, 2]))}),
+    "prefix": (0, {"mask": PrefixLM(torch.tensor([1, 2]))}),
+    "segments": (0, {"mask": Segments(torch.ones(2, 5, dtype=torch.int32))}),
+    "dense, batch": (0, {"mask": Dense(torch.ones(2, 1, 5, 5, dtype=torch.bool))}),
+    "dense, heads": (2, {"mask": Dense(torch.ones(1, 3, 5, 5, dtype=torch.bool))}),
+    "blocks": (
+        2,
+        {"mask": BlockMap(5, 5, torch.zeros(1, 3, 1, 1).int(), torch.ones(1, 3, 1).int())},
+    ),
+    "bias": (2, {"bias": DenseBias(torch.ones(3, 5, 5))}),
+    "slopes": (2, {"bias": Alibi(torch.ones(3))}),
+    "slopes, batch": (0, {"bias": Alibi(torch.ones(2, 6))}),
+    "sinks": (2, {"sinks": torch.ones(3)}),
+}
+
+
+@pytest.mark.parametrize("case", _OF_A_PART)
+def test_arrays_that_fit_a_part_and_not_the_whole_are_refused(case: str, mesh: Any) -> None:
+    dim, options = _OF_A_PART[case]
+    whole = torch.randn(4, 5, 6, 8)
+    q = DTensor.from_local(whole.chunk(2, dim)[0], mesh, [Shard(dim)], run_check=False)
+    with pytest.raises(InvalidProblem, match="each rank takes its part"):
+        attention(q, q, q, **options)
+
+
+def test_one_entry_or_head_of_an_array_is_that_of_all(mesh: Any) -> None:
+    whole = torch.randn(2, 5, 2, 8)
+    for dim in (0, 2):
+        q = DTensor.from_local(whole.chunk(2, dim)[0], mesh, [Shard(dim)], run_check=False)
+        for options in (
+            {"mask": Dense(torch.rand(1, 1, 5, 5) > 0.3)},
+            {"bias": DenseBias(torch.randn(1, 1, 5, 5))},
+            {"bias": Alibi(torch.rand(1, 2))},
+            {"mask": Segments([0, 0, 0, 1, 1])},
+        ):
+            got = attention(q, q, q, **options).to_local()
+            want = attention(whole, whole, whole, **options).chunk(2, dim)[0]
+            torch.testing.assert_close(got, want)
+        with pytest.raises(InvalidProblem):
+            attention(q, q, q, sinks=torch.ones(1))
+        with pytest.raises(InvalidProblem):
+            attention(q, q, q, mask=Padding(kv_lengths=[3]))

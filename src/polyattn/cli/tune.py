@@ -29,7 +29,10 @@ which later choices are made. Times never override a request. Ctrl-C keeps what 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tune, or manage the table; returns 0, 1 when something was left without a time, or 130."""
+    """Tune, or manage the table; returns 0, or 1 when something was left without a time.
+
+    128 + N where a signal N asked for an end.
+    """
     made = _parser()
     ours, program = split_program(made, argv)
     options = made.parse_args(ours)
@@ -269,10 +272,16 @@ def _said(options: argparse.Namespace, message: str, count: int) -> int:
     return 0 if table_.persistent else 1
 
 
+_TOLD_TO_END = (129, 130, 143)
+"""The exit codes after SIGHUP, SIGINT and SIGTERM, which ask all of this to end."""
+
+
 def _tune(options: argparse.Namespace, program: list[str]) -> int:
     record, code = _recorded(options, program)
-    if code == 130:
-        return 130
+    if code in _TOLD_TO_END:
+        if code != 130:
+            note(f"polyattn tune: the program was told to end (exit code {code}); nothing is tuned")
+        return code
     if not record.cases:
         note("polyattn tune: the program had no attention problem that polyattn models")
         return 1

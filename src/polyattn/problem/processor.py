@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -50,8 +51,10 @@ def _told() -> dict[str, str]:
             for line in lines:
                 name, _, value = line.partition(":")
                 found.setdefault(name.strip(), value.strip())
-    except OSError:  # not Linux
-        return {}
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # of this moment; the answer is kept
+            raise
+        return {}  # not Linux
     return found
 
 

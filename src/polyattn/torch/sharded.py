@@ -204,7 +204,8 @@ def _local_mask(mask: Any, spread: _Spread) -> Any:
 
     def part(_: str, x: Any) -> Any:
         alike = isinstance(x, Tensor) and x.dim() < dims
-        return _local_part(name, x, spread, None if alike else batch, heads)
+        free = name == "BlockMap"
+        return _local_part(name, x, spread, None if alike else batch, heads, broadcasts=free)
 
     return mask.map(part)
 
@@ -216,7 +217,7 @@ def _local_bias(bias: Any, spread: _Spread) -> Any:
     if isinstance(bias, DenseBias):
         return DenseBias(_scores_part("bias", array, spread))
     last = array.dim() - 1 if isinstance(array, Tensor) else 0
-    batch = 0 if last else None
+    batch = 0 if last and array.shape[0] != 1 else None
     return Alibi(_local_part("bias", array, spread, batch, last))
 
 
@@ -224,19 +225,36 @@ def _scores_part(name: str, x: Any, spread: _Spread) -> Any:
     """Return this rank's part of what broadcasts to (B, N, T, S)."""
     dims = x.dim() if isinstance(x, Tensor) else 0
     batch, heads = (dims - 4 if dims > 3 else None), (dims - 3 if dims > 2 else None)
-    return _local_part(name, x, spread, batch, heads)
+    return _local_part(name, x, spread, batch, heads, broadcasts=True)
 
 
-def _local_part(name: str, x: Any, spread: _Spread, batch: int | None, heads: int | None) -> Any:
+def _local_part(
+    name: str,
+    x: Any,
+    spread: _Spread,
+    batch: int | None,
+    heads: int | None,
+    *,
+    broadcasts: bool = False,
+) -> Any:
     """Return this rank's part of an array that has batch entries and heads in these dims."""
     if not isinstance(x, Tensor):
         return x
     axes: dict[int, int] = {}
-    for dim, size, of in (
-        (batch, spread.batch, spread.batch_axes), (heads, spread.heads, spread.head_axes),
-    ):  # fmt: skip
-        if dim is not None and dim < x.dim() and x.shape[dim] == size and size > 1:
+    for dim, size, of, what in (
+        (batch, spread.batch, spread.batch_axes, "batch entries"),
+        (heads, spread.heads, spread.head_axes, "heads"),
+    ):
+        if dim is None or dim >= x.dim() or not of:
+            continue
+        if x.shape[dim] == size:
             axes |= dict.fromkeys(of, dim)
+        elif not broadcasts or x.shape[dim] != 1:  # it may fit a part, and would be of each
+            refuse(
+                f"got {name} with an array of shape {tuple(x.shape)} beside DTensors, expected "
+                f"{size} {what} in dim {dim}: of whole arrays, the same on every rank, each rank "
+                "takes its part. DTensor.from_local(...) makes one of the ranks' own parts."
+            )
     if isinstance(x, DTensor):
         return _redistributed(name, x, spread, axes)
     if x.requires_grad and (spread.batch_axes or spread.head_axes):

@@ -12,6 +12,8 @@ and the rest is the kernel's own backward, that of the log-sum-exp included.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from polyattn.errors import Unsupported
 from polyattn.integrations.diffusers.library import library
 from polyattn.integrations.diffusers.on_this_rank import attend, over_four_dims
+from polyattn.selection import scopes
 
 __all__ = ["attend_over_ranks"]
 
@@ -38,20 +41,102 @@ def attend_over_ranks(
 ) -> Any:
     """Hand the call to the template that the configuration asks for."""
     over = parallel_config.context_parallel_config
+    grouped = enable_gqa and key.shape[2] != query.shape[2]
+    _check(query, attn_mask, dropout_p, is_causal, grouped, over)
+    found = library().templated(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, return_lse,
+        forward_op=_forward, backward_op=_backward, _parallel_config=parallel_config,
+    )  # fmt: skip
+    if return_lse and found[1].requires_grad:
+        return found[0], _WithoutGradient.apply(found[1])
+    return found
+
+
+def _check(
+    query: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    grouped: bool,
+    over: Any,
+) -> None:
+    """Raise for what the templates would get wrong, drop, or refuse in words of their own."""
+    wrong = None
     if over.ring_degree > 1 and attn_mask is not None:
-        raise Unsupported(
+        wrong = (
             "got an attn_mask under ring attention, whose template shows each rank's keys the same "
             "mask; expected none, or ulysses_degree in place of ring_degree."
         )
-    if dropout_p > 0.0:
-        raise Unsupported(
+    elif dropout_p > 0.0:
+        wrong = (
             f"got dropout_p={dropout_p} under context parallelism, whose backward computes the "
             "probabilities again; expected 0."
         )
-    return library().templated(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
-        forward_op=_forward, backward_op=_backward, _parallel_config=parallel_config,
-    )  # fmt: skip
+    elif is_causal or grouped:
+        what = "is_causal=True" if is_causal else "fewer key than query heads (enable_gqa=True)"
+        instead = "an attn_mask under ulysses_degree" if is_causal else "key heads repeated"
+        wrong = (
+            f"got {what} under context parallelism, whose templates do not know it; expected "
+            f"{instead}, or no context parallelism."
+        )
+    elif attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        wrong = (
+            "got an attn_mask that wants a gradient under context parallelism, whose templates "
+            "give it none; expected one that needs none: attn_mask.detach()."
+        )
+    wrong = wrong or _of_heads(query, attn_mask, over)
+    if wrong:
+        raise Unsupported(wrong)
+
+
+def _of_heads(query: Tensor, attn_mask: Tensor | None, over: Any) -> str | None:
+    """Say what is wrong with heads that Ulysses cannot share out."""
+    heads, ranks = query.shape[2], over.ulysses_degree
+    if ranks > 1 and heads % ranks and not getattr(over, "ulysses_anything", False):
+        return (
+            f"got {heads} heads under ulysses_degree={ranks}, expected a multiple of {ranks}: each "
+            "rank has as many heads as the others. Use ring_degree, or ulysses_anything=True to "
+            "run forward alone."
+        )
+    rows = attn_mask.shape if ranks > 1 and attn_mask is not None else ()
+    if len(rows) == 4 and rows[1] not in (1, -(-heads // ranks)):
+        return (
+            f"got an attn_mask of {rows[1]} heads under ulysses_degree={ranks}, expected "
+            "one for all heads (1 in dim 1): the template hands each rank the whole mask beside "
+            "heads of its own."
+        )
+    return None
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A log-sum-exp whose gradient the templates would leave out without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, lse: Tensor) -> Tensor:
+        return lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise Unsupported(
+            "got a gradient of the log-sum-exp under context parallelism, whose templates do not "
+            "hand it on; expected one of the output alone: lse.detach()."
+        )
+
+
+@contextmanager
+def _asked(scope: str | None, module: str | None) -> Iterator[None]:
+    """Have that asked for which the forward pass was, whatever is around its backward pass."""
+    if (scope, module) == (scopes.current_scope(), scopes.local.module):
+        yield
+        return
+    outer, owner = scopes.local.module, object()
+    before = scopes.enter(scope or "", owner)
+    try:
+        scopes.local.module = module
+        yield
+    finally:
+        scopes.local.module = outer
+        scopes.leave(before, owner)
 
 
 def _forward(
@@ -72,6 +157,7 @@ def _forward(
     if _save_ctx:
         ctx.save_for_backward(query, key, value)
         ctx.polyattn_call = attn_mask, is_causal, scale
+        ctx.polyattn_asked = scopes.current_scope(), scopes.local.module
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, return_lse)
 
 
@@ -87,14 +173,18 @@ def _backward(
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value; `out` and `lse` are the merged ones."""
-    saved = ctx.saved_tensors
-    given = (query, key, value)
-    arrays = [
-        (held if one is None else one).detach().requires_grad_()
-        for held, one in zip(saved, given, strict=True)
-    ]
+    if torch.is_grad_enabled():
+        raise Unsupported(
+            "got a gradient of a gradient (create_graph=True) under context parallelism, whose "
+            "backward pass cannot be differentiated; expected first derivatives, or no context "
+            "parallelism."
+        )
+    given = [query, key, value]
+    if any(one is None for one in given):  # once: checkpointing hands saved tensors out no second
+        given = [x if one is None else one for x, one in zip(ctx.saved_tensors, given, strict=True)]
+    arrays = [one.detach().requires_grad_() for one in given if one is not None]
     attn_mask, is_causal, scale = ctx.polyattn_call
-    with torch.enable_grad():
+    with torch.enable_grad(), _asked(*ctx.polyattn_asked):
         q, k, v = arrays
         step = attend(q, k, v, attn_mask, 0.0, is_causal, scale, out is not None)
     if out is None or lse is None:

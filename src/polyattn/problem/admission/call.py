@@ -184,7 +184,12 @@ def number(name: str, x: Any) -> float:
     """Return a finite real number as a float; raise :class:`InvalidProblem` for anything else."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         kind = x.type_name if isinstance(x, Other) else type(x).__name__
-        raise InvalidProblem(f"got {name} of type {kind}, expected a Python number.")
+        hint = ""
+        if x.is_array if isinstance(x, Other) else hasattr(x, "shape"):
+            hint = f"; pass float({name})"
+            if name == "scale":  # scores are linear in the query
+                hint += ", or multiply the query by what is learnt or traced and pass scale=1.0"
+        raise InvalidProblem(f"got {name} of type {kind}, expected a Python number{hint}.")
     if not -math.inf < float(x) < math.inf:
         raise InvalidProblem(f"got {name}={float(x)!r}, expected a finite number.")
     return float(x)
