@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-from polyattn import Alibi, Causal, Dense, DenseBias, Padding, PrefixLM, Segments, Window
+from polyattn import Alibi, BlockMap, Causal, Dense, DenseBias, Padding, PrefixLM, Segments, Window
 from polyattn.jax import attention
 
 
@@ -21,6 +23,7 @@ def values() -> dict[str, Any]:
         "joined": Causal() & Window(left=3) & Padding(kv_lengths=lengths),
         "complement": ~(PrefixLM(lengths) | Segments(jnp.arange(5) // 2, jnp.arange(5) // 3)),
         "dense": Dense(jnp.ones((5, 5), bool)),
+        "blocks": BlockMap(8, 8, jnp.zeros((1, 1, 1, 1), int), jnp.ones((1, 1, 1), int)),
         "slopes": Alibi(jnp.ones(2)),
         "bias": DenseBias(jnp.zeros((5, 5))),
     }
@@ -33,6 +36,7 @@ def test_the_structure_stays_whatever_the_leaves_become(leaf: Any) -> None:
         structure = jax.tree.structure(value)
         mapped = jax.tree.map(lambda _: leaf, value)
         assert jax.tree.structure(mapped, is_leaf=lambda x: x is leaf) == structure, name
+        assert type(value).__name__ in repr(mapped) or name in ("joined", "complement")
         restored = jax.tree.map(lambda _, x: x, mapped, value, is_leaf=lambda x: x is leaf)
         assert jax.tree.structure(restored) == structure, name
 
@@ -62,3 +66,14 @@ def test_a_model_that_holds_masks_is_differentiated_by_equinox() -> None:
     plain = jax.grad(lambda bias: jnp.sum(jnp.sin(Layer(layer.mask, bias)(q))))(layer.bias)
     np.testing.assert_allclose(found.bias.bias, plain.bias, atol=1e-6)
     assert not jax.tree.leaves(found.mask)
+
+
+def test_masks_are_pytrees_before_any_name_was_looked_up() -> None:
+    program = """
+import jax, polyattn.jax
+from polyattn import Padding
+mask = Padding(kv_lengths=jax.numpy.array([2, 5]))
+q = jax.numpy.ones((2, 5, 2, 4))
+jax.jit(lambda q, mask: polyattn.jax.attention(q, q, q, mask=mask))(q, mask)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

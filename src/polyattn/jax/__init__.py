@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import typing
 
 if importlib.util.find_spec("jax") is None:
@@ -60,13 +61,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Import what is asked for; ``import polyattn.jax`` alone does nothing to JAX."""
+    """Import what is asked for; ``import polyattn.jax`` alone does not import JAX."""
     known = _NEWER.get(name, name)
     if known not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_HOMES[known]}"), known)
     globals()[name] = found
     return found
+
+
+if "jax" in sys.modules:
+    # a program may hand masks to jit before it looks up any name here
+    importlib.import_module("polyattn.jax.kit.pytrees")
 
 
 def __dir__() -> list[str]:

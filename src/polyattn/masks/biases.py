@@ -58,7 +58,7 @@ class DenseBias(Bias):
 
     @property
     def signature(self) -> str:
-        return f"DenseBias({describe(self.bias)}, {dtype_name(self.bias)})"
+        return f"DenseBias({_described(self.bias)})"
 
     @property
     def payload(self) -> Any:
@@ -83,7 +83,7 @@ class Alibi(Bias):
 
     @property
     def signature(self) -> str:
-        return f"Alibi({describe(self.slopes)}, {dtype_name(self.slopes)})"
+        return f"Alibi({_described(self.slopes)})"
 
     @property
     def payload(self) -> Any:
@@ -91,6 +91,12 @@ class Alibi(Bias):
 
     def map(self, change: Callable[[str, Any], Any]) -> Bias:
         return Alibi(change("slopes", self.slopes))
+
+
+def _described(array: Any) -> str:
+    """Return shape and dtype; programs of JAX put other things in the place of arrays."""
+    kind = dtype_name(array) if hasattr(array, "dtype") else type(array).__name__
+    return f"{describe(array)}, {kind}"
 
 
 def _check(what: str, array: Any, ranks: tuple[int, ...], shape: str) -> None:

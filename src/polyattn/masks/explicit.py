@@ -12,7 +12,7 @@ from polyattn.masks.base import Mask
 from polyattn.masks.fits import broadcasts, misfit
 from polyattn.masks.index import Align, Index
 from polyattn.masks.needs import Arrays, Call, Shape, Sizes, Writer
-from polyattn.masks.payload import at, integers, shape_of, store
+from polyattn.masks.payload import at, describe, integers, shape_of, store
 
 __all__ = ["BlockMap", "Dense"]
 
@@ -60,8 +60,7 @@ class BlockMap(Mask):
 
     @property
     def signature(self) -> str:
-        b, n, nq, m = shape_of(self.indices)
-        return f"BlockMap({self.block_q}, {self.block_k}, {b}x{n}x{nq}x{m})"
+        return f"BlockMap({self.block_q}, {self.block_k}, {describe(self.indices)})"
 
     def allows(self, ix: Index) -> Any:
         row, block = ix.t // self.block_q, ix.j // self.block_k

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from polyattn.trace.compare.called import Called, Event
 from polyattn.trace.compare.changes_in_place import Changes
+from polyattn.trace.compare.choices import Choices
 from polyattn.trace.compare.differences_of_form import Form
 from polyattn.trace.compare.drift import fed
 from polyattn.trace.compare.frames import Frame, ancestors, changed_in_place
@@ -51,6 +52,7 @@ class Walk:
     healed: list[Event] = field(default_factory=list)
     further: list[Culprit] = field(default_factory=list)
     unlike: list[Event] = field(default_factory=list)
+    choices: Choices = field(default_factory=Choices)
 
     def run(self) -> None:
         """Give each event its status, up to the first that differs; after it, what is inherited."""
@@ -89,9 +91,14 @@ class Walk:
         error, limit = worst.distance.error, worst.limit
         if event.drift == 0 and _fed(event):
             return "cannot say" if limit.noise and error <= limit.grey else self._sharp(event)
+        usual = _GREY_JUMP * self._largest
+        if event.drift != 0 and self.choices.behind(
+            event, self._source(event), usual, self._agreed
+        ):
+            return "cannot say"
         if math.isfinite(error) and limit.how in ("fallback", "calibrated") and event.drift != 0:
             if coarse(worst) and limit.how == "fallback":
-                if error <= limit.grey or error < _GREY_JUMP * self._largest:
+                if error <= limit.grey or error < usual:
                     return "cannot say"
             elif error <= min(JUMP * self._source(event), _GROWN * limit.value):
                 return "grown"

@@ -229,7 +229,7 @@ class _Comparison:
                 f"not everything inside {name!r} was fed: have the reference keep it whole "
                 f"(tensors={_pattern(name)!r}) to look further inside"
             )
-        found += [*noise_notes(calls), *output_notes(calls)]
+        found += [*walk.choices.notes(), *noise_notes(calls), *output_notes(calls)]
         found += floor.notes if floor is not None else ()
         for one in (self.a, self.b):
             lost = len(one.trace.header.weights) - len(one.weights)
