@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 
 from polyattn.bench.programs.program_rows import OURS, ProgramRow
@@ -35,3 +37,11 @@ def test_what_is_uncertain_is_not_judged() -> None:
     assert figures(ROW, many)["noise"] < 0.02
     many.seconds["sdpa"] = many.seconds[AGAIN] = [0.9] * 35
     assert figures(ROW, many)["met"] is False
+
+
+def test_few_rounds_and_results_without_numbers_are_json() -> None:
+    found = turns([1.0, 1.1])
+    found.rms["sdpa"] = math.nan
+    record = json.loads(json.dumps(figures(ROW, found), allow_nan=False))
+    assert record["noise"] is None and record["met"] is None
+    assert record["rms"] == {OURS: 0.0, "sdpa": None}

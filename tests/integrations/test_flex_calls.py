@@ -233,3 +233,42 @@ def test_compiled_calls_with_other_blocks_are_torchs() -> None:
         compiled(few)
     assert heard.log[0][0] == "native_cpu"
     assert heard.log[1].startswith("flex_attention with blocks that are not those of its mask")
+
+
+META = torch.empty(1, 2, 8, 16, device="meta")
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "OUTPUT_LOGSUMEXP": (Q, {"kernel_options": {"OUTPUT_LOGSUMEXP": True}}),
+    "OUTPUT_MAX": (Q, {"kernel_options": {"OUTPUT_MAX": True}}),
+    "a misspelt backend": (Q, {"kernel_options": {"BACKEND": "x"}}),
+    "options in a list": (Q, {"kernel_options": [1]}),
+    "meta": (META, {}),
+    "no keys": (Q[:, :, :0], {}),
+    "no heads": (Q[:, :0], {}),
+    "no block mask": (Q, {"block_mask": 1}),
+    "no request": (Q, {"return_aux": True}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused_by_torch(name: str) -> None:
+    x, options = REFUSED[name]
+    query = x if name != "no keys" else Q
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whichever torch has
+        flex_module.flex_attention(query, x, x, **options)
+    with route_sdpa(), pytest.raises(Exception) as ours:  # noqa: PT011
+        flex_module.flex_attention(query, x, x, **options)
+    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+
+
+def test_a_scale_without_end_gives_what_torch_gives() -> None:
+    theirs = flex_module.flex_attention(Q, Q, Q, scale=float("nan"))
+    with route_sdpa():
+        ours = flex_module.flex_attention(Q, Q, Q, scale=float("nan"))
+    assert ours.isnan().all() and theirs.isnan().all()
+
+
+def test_options_of_speed_are_no_hindrance() -> None:
+    heard = Heard()
+    with route_sdpa(heard):
+        flex_module.flex_attention(Q, Q, Q, kernel_options={"BLOCK_M": 32})
+    assert len(heard.log) == 1 and isinstance(heard.log[0], tuple)

@@ -68,12 +68,23 @@ def test_a_model_that_holds_masks_is_differentiated_by_equinox() -> None:
     assert not jax.tree.leaves(found.mask)
 
 
-def test_masks_are_pytrees_before_any_name_was_looked_up() -> None:
-    program = """
-import jax, polyattn.jax
+@pytest.mark.parametrize("first", ["import jax, polyattn.jax", "import polyattn.jax, jax"])
+def test_masks_are_pytrees_before_any_name_was_looked_up(first: str) -> None:
+    program = f"""
+{first}
 from polyattn import Padding
 mask = Padding(kv_lengths=jax.numpy.array([2, 5]))
+assert len(jax.tree.leaves(mask)) == 1
 q = jax.numpy.ones((2, 5, 2, 4))
 jax.jit(lambda q, mask: polyattn.jax.attention(q, q, q, mask=mask))(q, mask)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_import_starts_no_backend() -> None:
+    program = """
+import polyattn.jax
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", program], check=True)

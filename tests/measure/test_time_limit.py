@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from polyattn.measure import candidates
 from polyattn.measure.candidates import TimeLimitExceeded, time_limit
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer that interrupts")
@@ -89,3 +91,39 @@ def test_another_thread_has_no_limit() -> None:
     thread.start()
     thread.join()
     assert ended == [True]
+
+
+def _swallow() -> None:
+    """End as compilers' callbacks do, in which an interrupt is lost."""
+    with contextlib.suppress(BaseException):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_is_swallowed_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "INTERRUPT_AGAIN_S", 0.05)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), time_limit(60.0):
+        _swallow()
+        time.sleep(30)
+    assert time.monotonic() - begin < 20
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_is_swallowed_at_the_end_is_raised() -> None:
+    with pytest.raises(KeyboardInterrupt), time_limit(60.0):
+        _swallow()
+    with pytest.raises(KeyboardInterrupt), time_limit(60.0):
+        _swallow()
+        raise ValueError("what the compiler says of it")
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    try:
+        with time_limit(60.0):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,22 @@ def test_what_equals_a_number_but_is_none_is_refused_after_it_too(name: str) -> 
             attention(Q, K, K, **{name: bool(number)})  # type: ignore[misc]
         attention(Q, K, K, **{name: number})  # type: ignore[misc]
         attention(Q, K, K, **{name: int(number)})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("array", [np.float32(1.0), np.zeros((8, 8), np.float32)])
+def test_a_bias_or_sinks_of_another_library_are_told_how_to_be_passed(array: Any) -> None:
+    with pytest.raises(InvalidProblem, match=r"a DenseBias of type \w+, .*torch.as_tensor makes"):
+        attention(Q, K, K, bias=DenseBias(array))
+    with pytest.raises(InvalidProblem, match=r"sinks of type \w+, .*torch.as_tensor makes"):
+        attention(Q, K, K, sinks=array)
+
+
+def test_a_traced_scale_is_told_how_to_be_passed() -> None:
+    def call(q: Any, scale: Any) -> Any:
+        return attention(q, q, q, scale=scale)
+
+    with pytest.raises(InvalidProblem, match="multiply the query"):
+        torch.compile(call, backend="eager", fullgraph=True)(Q, torch.tensor(0.3))
 
 
 @pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])

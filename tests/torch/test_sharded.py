@@ -26,7 +26,7 @@ from polyattn import (
     PrefixLM,
     Segments,
 )
-from polyattn.torch import attention
+from polyattn.torch import attention, paged_attention
 
 RANKS = Path(__file__).with_name("sharded_ranks.py")
 
@@ -143,3 +143,36 @@ def test_one_entry_or_head_of_an_array_is_that_of_all(mesh: Any) -> None:
             attention(q, q, q, sinks=torch.ones(1))
         with pytest.raises(InvalidProblem):
             attention(q, q, q, mask=Padding(kv_lengths=[3]))
+
+
+_BESIDE_PLAIN: dict[str, Any] = {
+    "bias": lambda spread: {"bias": DenseBias(spread(torch.zeros(5, 5)))},
+    "slopes": lambda spread: {"bias": Alibi(spread(torch.ones(4)))},
+    "sinks": lambda spread: {"sinks": spread(torch.ones(4))},
+    "lengths": lambda spread: {"mask": Padding(kv_lengths=spread(torch.tensor([3])))},
+}
+
+
+@pytest.mark.parametrize("case", _BESIDE_PLAIN)
+def test_spread_arrays_beside_plain_ones_are_told_how_to_be_passed(case: str, mesh: Any) -> None:
+    x = torch.randn(1, 5, 4, 8)
+    with pytest.raises(InvalidProblem, match=r"DTensor.*full_tensor"):
+        attention(x, x, x, **_BESIDE_PLAIN[case](lambda one: _on_all(one, mesh)))
+
+
+@pytest.mark.parametrize("case", ["query", "key", "block table", "lengths", "sinks"])
+def test_pages_take_no_spread_arrays(case: str, mesh: Any) -> None:
+    pages = torch.randn(4, 16, 2, 8)
+    given: dict[str, Any] = {
+        "query": torch.randn(1, 1, 4, 8), "key": pages, "value": pages,
+        "block table": torch.zeros(1, 4, dtype=torch.int64), "lengths": torch.tensor([20]),
+    }  # fmt: skip
+    sinks = _on_all(torch.ones(4), mesh) if case == "sinks" else None
+    if case in given:
+        given[case] = _on_all(given[case], mesh)
+    with pytest.raises(InvalidProblem, match=rf"got (a )?{case} of type DTensor.*full_tensor"):
+        paged_attention(*given.values(), sinks=sinks)
+
+
+def _on_all(x: torch.Tensor, mesh: Any) -> DTensor:
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False)

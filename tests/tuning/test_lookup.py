@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,44 @@ def test_a_choice_opens_no_database(table: TuningTable, monkeypatch: pytest.Monk
     monkeypatch.setattr(sqlite3, "connect", None)
     monkeypatch.setattr(table._storage, "_connection", None)
     assert [found(P.with_(kv_len=n)) for n in range(65, 129)] == [["sdpa_flash"]] * 64
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_table_that_no_descriptor_was_left_for_is_opened_later(
+    table: TuningTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = lookup.key_for(P, DEVICE, VERSIONS)
+    with TuningTable(table.path) as other:
+        other.record(key, [row("sdpa_flash", 2.0)])
+    monkeypatch.setattr(lookup, "_LOOK_EVERY_S", 0.0)
+    with no_descriptor_left():
+        assert found() == []
+        assert not table.persistent
+    assert found() == ["sdpa_flash"]
+    assert table.persistent
+    assert "ulimit -n" in table.notices[0] and len(table.notices) == 1
+
+
+def test_what_is_measured_while_no_descriptor_is_left_is_stored_later(
+    table: TuningTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "_LOOK_EVERY_S", 0.0)
+    key = lookup.key_for(P, DEVICE, VERSIONS)
+    with TuningTable(table.path) as other:
+        other.record(key, [row("slow", 2.0)])
+    with no_descriptor_left():
+        table.record(key, [row("fast", 1.0)])
+        assert found() == ["fast"]
+    assert found() == ["fast", "slow"]
+    with TuningTable(table.path) as other:
+        assert [one.backend for one in other.best(key)] == ["fast", "slow"]

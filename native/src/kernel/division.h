@@ -156,7 +156,7 @@ inline Division divide(const Arguments& a) {
   const int64_t most = larger<int64_t>(kv_len * d.together / (d.together > 1 ? 2048 : 512), 1);
   d.splits = tasks >= 32 ? 1 : smaller(larger(blocks_of(64, tasks), smaller<int64_t>(long_parts, 64)), most);
   d.q_units = round_up(blocks_of(a.head_dim, U::kValues), S::kLanes);
-  if (a.quantised.codes == Codes::int8) d.q_units = larger<int64_t>(d.q_units, 32);  // see pack_bytes
+  if (a.quantised.codes == Codes::int8) d.q_units = larger<int64_t>(d.q_units, 32);  // see pack_words
   d.v_columns = round_up(a.value_dim, S::kLanes);
   d.kept = kChunk;
   if (sparse && rows > kFewRows) {

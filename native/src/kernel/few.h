@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "kernel/even_rows.h"
+#include "kernel/few_codes.h"
 #include "kernel/matmul.h"
 #include "kernel/pack.h"
 
@@ -25,12 +26,8 @@ POLYATTN_INLINE int64_t apart(int64_t dim) {
   return kApart<U, T> ? dim / (2 * S::kLanes) * (2 * S::kLanes) : 0;
 }
 
-// Whether units of two are made from codes.
-template <class U, class T>
-constexpr bool kUnitsOfCodes = U::kValues > 1 && sizeof(T) == 1;
-
-// A query row as few_scores takes it.
-template <class S, class U, class T>
+// A query row as few_scores takes it for keys of C, or few_code_scores.
+template <class S, class U, class C, class T>
 inline void pack_few(const T* row, int64_t dim, float factor, float* out) {
   const int64_t split = apart<S, U, T>(dim);
   if constexpr (kApart<U, T>) {
@@ -42,6 +39,7 @@ inline void pack_few(const T* row, int64_t dim, float factor, float* out) {
     }
   }
   pack_plain<S, U>(row + split, 0, 1, dim - split, factor, out + split, 0);
+  if constexpr (kUnitsOfCodes<U, C>) order_by_eights(out, dim);
 }
 
 // Calls `each(rows, r)` for an item's rows from `r` on, so many at a time: a type whose value is 4, 2
@@ -60,8 +58,6 @@ template <class S, class U, class T>
 POLYATTN_INLINE void two_key_units(const T* key, typename S::Vec& a, typename S::Vec& b) {
   if constexpr (kApart<U, T>) {
     S::take_apart(key, a, b);
-  } else if constexpr (kUnitsOfCodes<U, T>) {
-    S::two_unit_codes(key, a, b);
   } else {
     a = load_units<S, U>(key, int64_t{S::kLanes} * U::kValues);
     b = load_units<S, U>(key + S::kLanes * U::kValues, int64_t{S::kLanes} * U::kValues);
@@ -308,12 +304,13 @@ POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const Rows
                                        const Next& ahead, float* sums, int64_t columns) {
   using Vec = typename S::Vec;
   using T = typename Rows::Element;
-  constexpr int W = S::kLanes;
+  constexpr int W = S::kLanes, A = kUnitsOfCodes<U, T> ? 4 : 2;
   Vec x[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) x[r][v] = S::load(sums + r * columns + v * W);
+    if constexpr (kUnitsOfCodes<U, T>) turn_columns<S>(x[r]);
   }
   for (int64_t j = 0; j < keys; j += U::kValues) {
     const ValueRows<T> rows{values[j], U::kValues > 1 ? values[j + 1] : nullptr};
@@ -324,7 +321,6 @@ POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const Rows
     Vec factor[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) factor[r] = S::fill(p[r * p_row + j / U::kValues]);
-    constexpr int A = kUnitsOfCodes<U, T> ? 4 : 2;
 #pragma GCC unroll 4
     for (int v = 0; v < V; v += A) {
       Vec some[A];
@@ -342,6 +338,7 @@ POLYATTN_INLINE void few_value_columns(const float* p, int64_t p_row, const Rows
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
+    if constexpr (kUnitsOfCodes<U, T>) turn_columns<S>(x[r]);
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) S::store(sums + r * columns + v * W, x[r][v]);
   }

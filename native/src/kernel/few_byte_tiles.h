@@ -1,5 +1,6 @@
-// Few query rows against codes of int8 in the tiles of a matrix unit: the products of few_byte_values() and
-// few_byte_scores(), 16 keys at a time, as they lie in memory.
+// Few query rows against codes of int8 in the tiles of a matrix unit: the products of few_word_values() and
+// few_word_scores(), 16 keys at a time, as they lie in memory. The unit multiplies bytes, so a number of 16 bits is two
+// planes of them: x = step * (256 * high + low).
 //
 // Scores: sixteen keys are the rows of A, 64 codes at a time, and both planes of a query are columns of B.
 //
@@ -7,7 +8,7 @@
 // each of a row's probabilities, in each plane, is four rows of A, with the byte in the first to the last place.
 #pragma once
 
-#include "kernel/few_bytes.h"
+#include "kernel/few_words.h"
 #include "kernel/tile_rows.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -22,6 +23,26 @@ struct ByteTileUnit : FloatUnit {
 template <class U>
 concept HasByteTiles = requires { typename U::ByteTiles; };
 
+constexpr int kOfPlanes = 4;  // bytes in a lane
+
+// Rounds n numbers to two planes; bytes up to a whole vector more are 0. Returns the step.
+template <class S>
+inline float split_planes(const float* x, int64_t n, int8_t* high, int8_t* low) {
+  constexpr int W = S::kLanes;
+  const float step = rounding_step<S>(x, n);
+  if (!(step == step)) {
+    std::memset(high, 0, size_t(round_up(n, W)));
+    std::memset(low, 0, size_t(round_up(n, W)));
+    return step;
+  }
+  const typename S::Vec factor = S::fill(rounding_factor(step));
+  for (int64_t i = 0; i < n; i += W) {
+    const typename S::Vec some = i + W <= n ? S::load(x + i) : S::load_some(x + i, int(n - i));
+    S::split(S::mul(some, factor), high + i, low + i);
+  }
+  return step;
+}
+
 template <class S, class U>
 class FewByteTiles {
   static constexpr int kSide = kTileUnits, kWide = kSide * kOfPlanes;  // rows of a tile; codes
@@ -29,17 +50,16 @@ class FewByteTiles {
   static_assert(S::kLanes == kSide && kTile == kCodedTurn && kTile == 4 * kSide);
 
  public:
-  // Row r of an item as two columns of B, and behind these its Planes, in memory of `room` floats.
+  // Row r of an item as two columns of B, and behind these its step, in memory of `room` floats.
   static void pack(const float* row, int64_t dim, float factor, float* to, int64_t room, int r) {
     constexpr int64_t kMost = kMaxHeadDim + kWide;
     alignas(64) int8_t planes[2][kMost] = {};
-    Planes p = split_planes<S>(row, dim, planes[0], planes[1]);
-    p.factor *= factor;
+    const float step = split_planes<S>(row, dim, planes[0], planes[1]);
     for (int side = 0; side < 2; ++side) {
       for (int64_t c = 0; c < round_up(dim, kWide); c += kOfPlanes)
         std::memcpy(to + c / kOfPlanes * kSide + 2 * r + side, planes[side] + c, kOfPlanes);
     }
-    std::memcpy(to + room - 2 * (kFewRows - r), &p, sizeof p);
+    to[room - kFewRows + r] = step * factor;
   }
 
   // scores[r * row + j] = q_r . code_j * scales[j] for `rows` queries, up to 8, and up to a multiple of 16 keys.
@@ -70,8 +90,8 @@ class FewByteTiles {
     const int groups = int(blocks_of(values.count, kSide));
     for (int from = 0; from < rows; from += kMostRows) {
       const int here = smaller(rows - from, kMostRows);
-      Planes planes[kMostRows];
-      for (int r = 0; r < here; ++r) planes[r] = spread(p + (from + r) * p_row, values.count, groups, r);
+      float steps[kMostRows];
+      for (int r = 0; r < here; ++r) steps[r] = spread(p + (from + r) * p_row, values.count, groups, r);
       for (int64_t c = 0; c < dim; c += 2 * kWide) {
         by_tiles<2>(dim - c, kWide, [&](auto tiles) {
           constexpr int T = tiles.value;
@@ -80,8 +100,7 @@ class FewByteTiles {
           each<2 * T>([&](auto t) { tiles_.template store<t.value>(sums_[t.value], kSide); });
           for (int r = 0; r < here; ++r) {
             for (int t = 0; t < T; ++t)
-              add<T>(r, t, planes[r].factor, sums + (from + r) * columns + c + t * kWide,
-                     columns - c - t * kWide);
+              add<T>(r, t, steps[r], sums + (from + r) * columns + c + t * kWide, columns - c - t * kWide);
           }
         });
       }
@@ -103,7 +122,7 @@ class FewByteTiles {
     tiles_.template store<kSum>(sums, kSide);
   }
 
-  // Sums of sixteen keys with the planes of the rows as scores; `end`: behind the rows' Planes.
+  // Sums of sixteen keys with the planes of the rows as scores; `end`: behind the rows' steps.
   POLYATTN_INLINE void turn_scores(const float* sums, const float* end, int rows, const float* scales,
                                    float* to, int64_t row) {
     const typename S::Vec scale = S::load(scales);
@@ -111,10 +130,9 @@ class FewByteTiles {
       typename S::Vec x[4];
       S::four_columns(sums + 2 * r, x);
       for (int i = 0; i < 2; ++i) {
-        Planes p;
-        std::memcpy(&p, end - 2 * (kFewRows - r - i), sizeof p);
+        const float step = end[r + i - kFewRows];
         const typename S::Vec whole = S::floats(S::joined(S::as_ints(x[2 * i]), S::as_ints(x[2 * i + 1])));
-        S::store(to + (r + i) * row, S::mul(whole, S::mul(scale, S::fill(p.factor))));
+        S::store(to + (r + i) * row, S::mul(whole, S::mul(scale, S::fill(step))));
       }
     }
   }
@@ -153,15 +171,15 @@ class FewByteTiles {
   }
 
   // The planes of a row's probabilities of `keys` keys as rows of A.
-  POLYATTN_INLINE Planes spread(const float* p, int64_t keys, int groups, int r) {
+  POLYATTN_INLINE float spread(const float* p, int64_t keys, int groups, int r) {
     alignas(64) int8_t planes[2][kCodedTurn];
-    const Planes found = split_planes<S>(p, keys, planes[0], planes[1]);
+    const float step = split_planes<S>(p, keys, planes[0], planes[1]);
     for (int side = 0; side < 2; ++side) {
       for (int64_t j = round_up(keys, S::kLanes); j < groups * kSide; ++j) planes[side][j] = 0;
       for (int n = 0; n < groups; ++n)
         S::places_of_bytes(planes[side] + n * kSide, spread_[side][n] + r * kOfPlanes * kSide);
     }
-    return found;
+    return step;
   }
 
   // The sums of row r in tile t of T to those of before, of which `left` columns are there.

@@ -9,9 +9,9 @@
 
 #include "kernel/few.h"
 #include "kernel/few_byte_tiles.h"
-#include "kernel/few_bytes.h"
 #include "kernel/few_quarters.h"
 #include "kernel/few_tiles.h"
+#include "kernel/few_words.h"
 #include "kernel/walk.h"
 #include "kernel/workspace.h"
 #include "memory_habits.h"
@@ -41,16 +41,17 @@ class FewRows {
       if (in_tiles(rows)) return pack_column<S, U>(row, a_.head_dim, to, r);
     }
     if constexpr (kByteTiles) {
-      if (bytes() && in_tiles(rows))
+      if (words() && in_tiles(rows))
         return FewByteTiles<S, U>::pack(row, a_.head_dim, units_.of_queries(), to, room(), r);
     }
-    if constexpr (kBytes) {
-      if (bytes()) return pack_bytes<S>(row, a_.head_dim, units_.of_queries(), to, d_.q_units, r);
+    if constexpr (kWords) {
+      if (words())
+        return pack_words<S>(row, a_.head_dim, units_.of_queries(), to + r * d_.q_units, d_.q_units);
     }
     if constexpr (kRepeats<S, U, C>) {
       if (rows > 1) return pack_beside<S, U>(row, a_.head_dim, units_.of_queries(), to, d_.q_units, r, rows);
     }
-    pack_few<S, U>(row, a_.head_dim, units_.of_queries(), to + r * d_.q_units);
+    pack_few<S, U, C>(row, a_.head_dim, units_.of_queries(), to + r * d_.q_units);
   }
 
   // Fetches the first keys of a part of `count` items, unless there are so few that looking ahead takes longer.
@@ -121,7 +122,7 @@ class FewRows {
           }
         }
         if constexpr (kByteTiles) {
-          if (bytes() && in_tiles(count_of_rows)) {
+          if (words() && in_tiles(count_of_rows)) {
             FewByteTiles<S, U> products;
             return products.scores(own.q, room(), count_of_rows, tile_keys(a_.k, keys, here, next),
                                    a_.head_dim, own.key_scales + place, to, kScoreRow);
@@ -169,7 +170,7 @@ class FewRows {
           }
         }
         if constexpr (kByteTiles) {
-          if (bytes() && in_tiles(own.strips[0].count)) {
+          if (words() && in_tiles(own.strips[0].count)) {
             FewByteTiles<S, U> products;
             return products.values(p, kScoreRow, own.strips[0].count, tile_keys(a_.v, values, here, next),
                                    a_.value_dim, own.out, d_.v_columns);
@@ -202,10 +203,10 @@ class FewRows {
 
  private:
   static constexpr bool kTiles = kFewInTiles<U, C>;
-  // Codes that may be multiplied as bytes; whether a call's are.
-  static constexpr bool kBytes = std::is_same_v<C, int8_t> && U::kValues == 1 && MultipliesBytes<S>;
-  static constexpr bool kByteTiles = kBytes && HasByteTiles<U>;
-  bool bytes() const { return !a_.quantised.exact && a_.head_dim <= kMostOfPlanes; }
+  // Codes that may be multiplied as integers; whether a call's are.
+  static constexpr bool kWords = std::is_same_v<C, int8_t> && U::kValues == 1 && MultipliesWords<S>;
+  static constexpr bool kByteTiles = kWords && HasByteTiles<U>;
+  bool words() const { return !a_.quantised.exact && a_.head_dim <= kMostSummed; }
 
   // Keys that an item meets before it is the next one's turn, of several.
   static constexpr int kTurn = kByteTiles ? kTile : kTiles ? 32 : S::kLanes > 8 ? 16 : 8;
@@ -225,10 +226,11 @@ class FewRows {
 
   // Whether rows that so many query rows meet lie evenly, and nothing needs them to be looked up.
   bool even(int64_t rows) const {
-    return !a_.pages.table && (!bytes_in_use() || (kByteTiles && in_tiles(rows)));
+    return !a_.pages.table && (!words_in_use() || (kByteTiles && in_tiles(rows)));
   }
-  bool bytes_in_use() const {
-    if constexpr (kBytes) return bytes();
+  // (Where rows are computed and not looked up, one row on codes of int8 takes up to a tenth longer.)
+  bool words_in_use() const {
+    if constexpr (kWords) return words();
     return false;
   }
 
@@ -281,12 +283,15 @@ class FewRows {
   template <int R, class Rows, class Next>
   POLYATTN_INLINE void scores(const float* q, const Rows& rows, int64_t keys, const Next& next,
                               const float* scales, float* to) const {
-    if constexpr (kBytes && !Rows::kEven) {
-      if (bytes())
-        return few_byte_scores<S, R>(q, d_.q_units, rows.at, rows.offset, keys, next, a_.head_dim, scales, to,
-                                     kScoreRow);
+    if constexpr (kWords && !Rows::kEven) {
+      if (words())
+        return few_word_scores<S, R>(q, d_.q_units, rows, keys, next, a_.head_dim, scales, to, kScoreRow);
     }
-    if constexpr (kRepeats<S, U, C> && R > 1) {
+    if constexpr (kUnitsOfCodes<U, C>) {
+      few_code_scores<S, R>(
+          UnitSums<S, U>(), q, d_.q_units, rows, keys, next, a_.head_dim,
+          [to](int r, int64_t j, typename S::Vec x) { S::store(to + r * kScoreRow + j, x); });
+    } else if constexpr (kRepeats<S, U, C> && R > 1) {
       few_repeated_scores<S, U, R>(q, rows, keys, next, a_.head_dim, to, kScoreRow);
     } else {
       few_scores<S, U, R>(q, d_.q_units, rows, keys, next, a_.head_dim, to, kScoreRow);
@@ -304,10 +309,9 @@ class FewRows {
   template <int R, class Rows, class Next>
   POLYATTN_INLINE void row_values(const float* p, const Rows& rows, int64_t keys, const Next& next,
                                   float* out) const {
-    if constexpr (kBytes && !Rows::kEven) {
-      if (bytes())
-        return few_byte_values<S, R>(p, kScoreRow, rows.at, rows.offset, keys, next, a_.value_dim, out,
-                                     d_.v_columns);
+    if constexpr (kWords && !Rows::kEven) {
+      if (words())
+        return few_word_values<S, R>(p, kScoreRow, rows, keys, next, a_.value_dim, out, d_.v_columns);
     }
     few_values<S, U, R>(p, kScoreRow, rows, keys, next, a_.value_dim, out, d_.v_columns);
   }

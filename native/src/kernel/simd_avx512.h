@@ -157,9 +157,31 @@ struct Simd {
   }
   // The sums over the quarters of four vectors: lane i of a quarter is that of the i-th vector.
   static POLYATTN_INLINE Vec quarter_sums(Vec a, Vec b, Vec c, Vec d) {
-    const auto two = [](Vec x, Vec y) { return add(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)); };
-    const __m512d x = _mm512_castps_pd(two(a, b)), y = _mm512_castps_pd(two(c, d));
-    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    return quarters(a, b, c, d, [](Vec x, Vec y) { return add(x, y); });
+  }
+  // The quarters of each of four vectors, summed: quarter i is that of the i-th vector.
+  static POLYATTN_INLINE Vec sum_quarters(const Vec (&x)[4]) {
+    return of_quarters(x[0], x[1], x[2], x[3], [](Vec a, Vec b) { return add(a, b); });
+  }
+  // Of the 64 lanes of four vectors number 4 * n + i to lane n of x[i].
+  static POLYATTN_INLINE void unzip(Vec (&x)[4]) {
+    const auto low = [](Vec a, Vec b) { return _mm512_castps_pd(_mm512_unpacklo_ps(a, b)); };
+    const auto high = [](Vec a, Vec b) { return _mm512_castps_pd(_mm512_unpackhi_ps(a, b)); };
+    const __m512d a = low(x[0], x[1]), b = low(x[2], x[3]), c = high(x[0], x[1]), d = high(x[2], x[3]);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const auto ordered = [&](__m512d y) { return _mm512_permutexvar_ps(order, _mm512_castpd_ps(y)); };
+    x[0] = ordered(_mm512_unpacklo_pd(a, b));
+    x[1] = ordered(_mm512_unpackhi_pd(a, b));
+    x[2] = ordered(_mm512_unpacklo_pd(c, d));
+    x[3] = ordered(_mm512_unpackhi_pd(c, d));
+  }
+  // Of the sixteen pairs of lanes of two vectors the even ones to x[0], the odd ones to x[1].
+  static POLYATTN_INLINE void unzip(Vec (&x)[2]) {
+    const __m512d a = _mm512_castps_pd(x[0]), b = _mm512_castps_pd(x[1]);
+    const __m512i even = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+    const __m512i odd = _mm512_setr_epi64(1, 3, 5, 7, 9, 11, 13, 15);
+    x[0] = _mm512_castpd_ps(_mm512_permutex2var_pd(a, even, b));
+    x[1] = _mm512_castpd_ps(_mm512_permutex2var_pd(a, odd, b));
   }
   // Quarter i of vector j to quarter j of vector i.
   static POLYATTN_INLINE void turn_quarters(Vec (&x)[4]) {
@@ -211,19 +233,30 @@ struct Simd {
     return across(x, [](Vec a, Vec b) { return max(a, b); });
   }
 
- private:
+ protected:
+  // What lanes i and i + 2 of each quarter are joined by takes a blend in the place of a second shuffle.
+  template <class Join>
+  static POLYATTN_INLINE Vec quarters(Vec a, Vec b, Vec c, Vec d, Join join) {
+    const auto two = [&](Vec x, Vec y) {
+      return join(_mm512_mask_blend_ps(0xcccc, x, y), _mm512_shuffle_ps(x, y, 0x4e));
+    };
+    const Vec x = two(a, b), y = two(c, d);
+    return join(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xdd));
+  }
+  template <class Join>
+  static POLYATTN_INLINE Vec of_quarters(Vec a, Vec b, Vec c, Vec d, Join join) {
+    const auto two = [&](Vec x, Vec y) {
+      return join(_mm512_mask_blend_ps(0xff00, x, y), _mm512_shuffle_f32x4(x, y, 0x4e));
+    };
+    const Vec x = two(a, b), y = two(c, d);
+    return join(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  }
   // A transposition that joins on its way.
   template <class Join>
   static POLYATTN_INLINE Vec across(Vec (&x)[16], Join join) {
-    Vec y[8], z[4];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-      y[i] = join(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    Vec z[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
-      z[i] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
+    for (int i = 0; i < 4; ++i) z[i] = quarters(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3], join);
     const Vec low = join(_mm512_shuffle_f32x4(z[0], z[1], 0x88), _mm512_shuffle_f32x4(z[0], z[1], 0xdd));
     const Vec high = join(_mm512_shuffle_f32x4(z[2], z[3], 0x88), _mm512_shuffle_f32x4(z[2], z[3], 0xdd));
     return join(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));

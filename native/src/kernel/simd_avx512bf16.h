@@ -14,10 +14,11 @@ struct PairSimd : Simd {
   }
   // 64 codes as two vectors of units.
   static POLYATTN_INLINE void two_unit_codes(const F8* p, Vec& a, Vec& b) {
-    __m512i low, high;
-    eighths(_mm512_permutexvar_epi64(spread(), _mm512_loadu_si512(p)), low, high);
-    a = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));
-    b = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
+    pair_eighths(_mm512_permutexvar_epi64(spread(), _mm512_loadu_si512(p)), a, b);
+  }
+  // The same in the order of few_codes.h: of each sixteen codes the first eight, and the last eight.
+  static POLYATTN_INLINE void units_by_eights(const F8* p, Vec& a, Vec& b) {
+    pair_eighths(_mm512_loadu_si512(p), a, b);
   }
   // As for bfloat16, below.
   static POLYATTN_INLINE Vec interleave(const F8* a, const F8* b, int n) {
@@ -27,20 +28,11 @@ struct PairSimd : Simd {
     const __m512i high = eighths(b ? _mm256_castsi128_si256(_mm_maskz_loadu_epi8(valid, b)) : none);
     return _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, zipped(0), high));
   }
-  // 64 columns.
+  // 64 columns: of each 16 the first four, the next ones, and so on. Sums are in order after turn_quarters().
   static POLYATTN_INLINE void interleave_four(const F8* a, const F8* b, Vec (&x)[4]) {
-    // four columns of each sixteen for each 128 bits, where bytes of two and then pairs are put together
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m512i low[2], high[2];
-    eighths(_mm512_permutexvar_epi32(order, _mm512_loadu_si512(a)), low[0], high[0]);
-    eighths(_mm512_permutexvar_epi32(order, _mm512_loadu_si512(b)), low[1], high[1]);
-    const __m512i first = _mm512_unpacklo_epi8(low[0], high[0]),
-                  second = _mm512_unpacklo_epi8(low[1], high[1]);
-    const __m512i third = _mm512_unpackhi_epi8(low[0], high[0]), last = _mm512_unpackhi_epi8(low[1], high[1]);
-    x[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(first, second));
-    x[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(first, second));
-    x[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(third, last));
-    x[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(third, last));
+    const __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
+    pair_eighths(_mm512_unpacklo_epi8(first, second), x[0], x[1]);
+    pair_eighths(_mm512_unpackhi_epi8(first, second), x[2], x[3]);
   }
   static POLYATTN_INLINE void interleave_two(const F8* a, const F8* b, Vec& low, Vec& high) {
     const __m512i x = eighths(_mm256_loadu_si256((const __m256i*)a));
@@ -49,15 +41,18 @@ struct PairSimd : Simd {
     high = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, zipped(16), y));
   }
 
-  // Sixteen sums of four products of bytes, or 64 bytes.
+  // Sixteen sums of products of integers, or 32 of these, of 16 bits.
   using Ints = __m512i;
+  using Simd::quarter_sums;
+  using Simd::sum_quarters;
   static POLYATTN_INLINE Ints ints(int32_t x) { return _mm512_set1_epi32(x); }
+  static POLYATTN_INLINE Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
   static POLYATTN_INLINE Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+  static POLYATTN_INLINE int32_t sum_ints(Ints x) { return _mm512_reduce_add_epi32(x); }
   static POLYATTN_INLINE Ints joined(Ints high, Ints low) {
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
   }
   static POLYATTN_INLINE Vec floats(Ints x) { return _mm512_cvtepi32_ps(x); }
-  static POLYATTN_INLINE int32_t sum_ints(Ints x) { return _mm512_reduce_add_epi32(x); }
   // The larger sizes, NaN the largest of all; the largest of them.
   static POLYATTN_INLINE Ints larger_size(Ints most, Vec x) {
     return _mm512_max_epu32(most, _mm512_castps_si512(abs(x)));
@@ -65,90 +60,57 @@ struct PairSimd : Simd {
   static POLYATTN_INLINE float largest_size(Ints most) {
     return __builtin_bit_cast(float, _mm512_reduce_max_epu32(most));
   }
-  // Adds the products of unsigned and of signed bytes. Of the intrinsic GCC 12 makes copies of the sums.
-  static POLYATTN_INLINE Ints dot_bytes(Ints sum, Ints bytes, Ints others) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(others));
+  // Of the intrinsic GCC 12 makes copies of the sums.
+  static POLYATTN_INLINE Ints dot_words(Ints sum, Ints a, Ints b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
   }
-  static POLYATTN_INLINE Ints four_bytes(const void* p) {
-    int32_t four;
-    std::memcpy(&four, p, sizeof four);
-    return _mm512_set1_epi32(four);
+  static POLYATTN_INLINE Ints two_words(const int16_t* p) {
+    int32_t two;
+    std::memcpy(&two, p, sizeof two);
+    return _mm512_set1_epi32(two);
   }
-  // 64 codes + 128; those from `n` on are 0 + 128.
-  static POLYATTN_INLINE Ints unsigned_bytes(const int8_t* p, int n) {
-    return unsign(n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p));
+  // Up to 32 codes + 128; those from `n` on are any.
+  static POLYATTN_INLINE Ints words(const int8_t* p, int n) {
+    const __m256i sign = _mm256_set1_epi8(int8_t(0x80));
+    const __m256i codes =
+        n >= 32 ? _mm256_loadu_si256((const __m256i*)p) : _mm256_maskz_loadu_epi8((__mmask32{1} << n) - 1, p);
+    return _mm512_cvtepu8_epi16(_mm256_xor_si256(codes, sign));
   }
-  // 32 / R codes + 128, repeated, for R rows at once: 1 or 2.
-  template <int R>
-  static POLYATTN_INLINE Ints repeated_bytes(const int8_t* p) {
-    if constexpr (R == 2) return unsign(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)));
-    return unsign(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)));
+  // 64 codes + 128 in the order of few_codes.h.
+  static POLYATTN_INLINE void words_by_eights(const int8_t* p, Ints& a, Ints& b) {
+    pair_words(unsign(_mm512_loadu_si512(p)), a, b);
   }
-  // The same of the first n codes, no more than there are; what stands for the others is 128.
-  template <int R>
-  static POLYATTN_INLINE Ints some_repeated_bytes(const int8_t* p, int n) {
-    const __mmask32 valid = (__mmask32{1} << n) - 1;
-    if constexpr (R == 2) return unsign(_mm512_broadcast_i32x4(_mm_maskz_loadu_epi8(__mmask16(valid), p)));
-    return unsign(_mm512_broadcast_i64x4(_mm256_maskz_loadu_epi8(valid, p)));
-  }
-  // The planes of R rows in the lanes that meet such codes, from blocks of pack_bytes: the high ones of all
-  // columns of the first row and then of the second, or of the first half of them and then of the second; then
-  // the low ones.
-  template <int R>
-  static POLYATTN_INLINE Ints query_planes(const char* block) {
-    const auto part = [&](int n) { return _mm256_loadu_si256((const __m256i*)(block + 64 * n)); };
-    const __m256i high = _mm256_unpacklo_epi64(part(0), part(1));
-    const __m256i low = _mm256_unpackhi_epi64(part(0), part(1));
-    if constexpr (R == 2) return _mm512_inserti64x4(_mm512_castsi256_si512(high), low, 1);
-    const __m256i more = _mm256_unpacklo_epi64(part(2), part(3));
-    const __m256i less = _mm256_unpackhi_epi64(part(2), part(3));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_permute2x128_si256(high, more, 0x20)),
-                              _mm256_permute2x128_si256(low, less, 0x20), 1);
-  }
-  // Joins the planes and adds up the lanes of eight keys' sums: of keys 0 to 3 the first rows' (or halves'), then
-  // the second ones'; then those of keys 4 to 7.
-  static POLYATTN_INLINE Ints sum_keys(const Ints (&x)[8]) {
-    Ints y[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      y[i] = joined(_mm512_shuffle_i32x4(x[i], x[i + 4], 0x44), _mm512_shuffle_i32x4(x[i], x[i + 4], 0xee));
-    }
-    const auto two = [](Ints a, Ints b) {
-      return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  // Two rows of up to 64 codes + 128 as pairs of words, columns in the order of interleave_four().
+  static POLYATTN_INLINE void interleave_words(const int8_t* a, const int8_t* b, int n, Ints (&x)[4]) {
+    const auto row = [n](const int8_t* p) {
+      return unsign(n >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p));
     };
-    const Ints a = two(y[0], y[1]), b = two(y[2], y[3]);
-    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    const __m512i first = row(a), second = row(b);
+    pair_words(_mm512_unpacklo_epi8(first, second), x[0], x[1]);
+    pair_words(_mm512_unpackhi_epi8(first, second), x[2], x[3]);
   }
-  // The sums of sixteen keys from two of these: of the first rows (or halves), and of the second ones.
-  static POLYATTN_INLINE void part_keys(Ints early, Ints late, Ints& first, Ints& second) {
-    first = _mm512_shuffle_i32x4(early, late, 0x88);
-    second = _mm512_shuffle_i32x4(early, late, 0xdd);
+  // As for floats; see simd_avx512.h.
+  static POLYATTN_INLINE Ints quarter_sums(Ints a, Ints b, Ints c, Ints d) {
+    const auto add = [](Vec x, Vec y) { return as_floats(_mm512_add_epi32(as_ints(x), as_ints(y))); };
+    return as_ints(quarters(as_floats(a), as_floats(b), as_floats(c), as_floats(d), add));
   }
-  // Numbers as 256 * high + low, both signed bytes; adds them up.
-  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low, Ints& sum) {
+  static POLYATTN_INLINE Ints sum_quarters(const Ints (&x)[4]) {
+    const auto add = [](Vec a, Vec b) { return as_floats(_mm512_add_epi32(as_ints(a), as_ints(b))); };
+    return as_ints(of_quarters(as_floats(x[0]), as_floats(x[1]), as_floats(x[2]), as_floats(x[3]), add));
+  }
+  // Rounds numbers whose sizes are below 32,768; adds them up.
+  static POLYATTN_INLINE void round_words(Vec x, int16_t* to, Ints& sum) {
+    const __m512i whole = _mm512_cvtps_epi32(x);
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(whole));
+    sum = _mm512_add_epi32(sum, whole);
+  }
+  // Numbers as 256 * high + low, both signed bytes.
+  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low) {
     const __m512i whole = _mm512_cvtps_epi32(x);
     const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
     _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(h));
     _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(whole));  // whole - 256 h, modulo 256
-    sum = _mm512_add_epi32(sum, whole);
-  }
-  // Four rows of up to 64 codes + 128 as lanes of one column: of each 16 columns the V / 4 that `part` says.
-  // Sums of all four are in order after turn_quarters().
-  template <int V>
-  static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int part,
-                                               Ints (&to)[V]) {
-    __m512i x[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) x[i] = unsigned_bytes(rows[i], n);
-#pragma GCC unroll 2
-    for (int i = 0; i < V; i += 2) {
-      const bool upper = i + V * part >= 2;
-      const __m512i first = upper ? _mm512_unpackhi_epi8(x[0], x[1]) : _mm512_unpacklo_epi8(x[0], x[1]);
-      const __m512i second = upper ? _mm512_unpackhi_epi8(x[2], x[3]) : _mm512_unpacklo_epi8(x[2], x[3]);
-      to[i] = _mm512_unpacklo_epi16(first, second);
-      to[i + 1] = _mm512_unpackhi_epi16(first, second);
-    }
   }
 
   static POLYATTN_INLINE Ints as_ints(Vec x) { return _mm512_castps_si512(x); }
@@ -234,7 +196,21 @@ struct PairSimd : Simd {
   }
 
  private:
+  static POLYATTN_INLINE Vec as_floats(Ints x) { return _mm512_castsi512_ps(x); }
   static POLYATTN_INLINE Ints unsign(Ints x) { return _mm512_xor_si512(x, _mm512_set1_epi8(int8_t(0x80))); }
+  // Unsigned bytes of each 128 bits as words: the first eight, and the last.
+  static POLYATTN_INLINE void pair_words(Ints bytes, Ints& a, Ints& b) {
+    const __m512i none = _mm512_setzero_si512();
+    a = _mm512_unpacklo_epi8(bytes, none);
+    b = _mm512_unpackhi_epi8(bytes, none);
+  }
+  // Codes of each 128 bits as bfloat16: the first eight, and the last.
+  static POLYATTN_INLINE void pair_eighths(__m512i codes, Vec& a, Vec& b) {
+    __m512i low, high;
+    eighths(codes, low, high);
+    a = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));
+    b = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
+  }
   // Codes as bfloat16: the low bytes of 64, and the high ones. Each looks into a table of 128 bytes.
   static POLYATTN_INLINE void eighths(__m512i codes, __m512i& low, __m512i& high) {
     const auto part = [](const uint8_t* table) { return _mm512_load_si512(table); };

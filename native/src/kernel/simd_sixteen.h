@@ -164,12 +164,32 @@ struct Simd {
     for (int r = 0; r < R; ++r) std::memcpy(x.x + r * kLanes / R, p, size_t(n) * sizeof(T));
     return x;
   }
-  static POLYATTN_INLINE Vec quarter_sums(Vec a, Vec b, Vec c, Vec d) {
-    const Vec* const all[] = {&a, &b, &c, &d};
-    return each([&](int i) {
-      const float* const from = all[i % 4]->x + i / 4 * 4;
-      return (from[0] + from[2]) + (from[1] + from[3]);
-    });
+  template <class X>
+  static POLYATTN_INLINE X quarter_sums(const X& a, const X& b, const X& c, const X& d) {
+    const X* const all[] = {&a, &b, &c, &d};
+    X y;
+    for (int i = 0; i < kLanes; ++i) {
+      const auto* const from = all[i % 4]->x + i / 4 * 4;
+      y.x[i] = (from[0] + from[2]) + (from[1] + from[3]);
+    }
+    return y;
+  }
+  template <class X>
+  static POLYATTN_INLINE X sum_quarters(const X (&x)[4]) {
+    X y;
+    for (int i = 0; i < kLanes; ++i) {
+      const auto* const from = x[i / 4].x + i % 4;
+      y.x[i] = (from[0] + from[8]) + (from[4] + from[12]);
+    }
+    return y;
+  }
+  // Of R vectors: see simd_avx512.h.
+  template <int R>
+  static POLYATTN_INLINE void unzip(Vec (&x)[R]) {
+    Vec y[R];
+    for (int i = 0; i < R * kLanes; ++i)
+      y[i % 4 / (4 / R)].x[i / 4 * (4 / R) + i % (4 / R)] = x[i / kLanes].x[i % kLanes];
+    for (int i = 0; i < R; ++i) x[i] = y[i];
   }
   static POLYATTN_INLINE void turn_quarters(Vec (&x)[4]) {
     Vec y[4];
@@ -214,15 +234,28 @@ struct Simd {
     a = unit_codes(p, 2 * kLanes);
     b = unit_codes(p + 2 * kLanes, 2 * kLanes);
   }
+  static POLYATTN_INLINE void units_by_eights(const F8* p, Vec& a, Vec& b) {
+    for (int half = 0; half < 2; ++half) {
+      (half ? b : a) = each([&](int i) {
+        const F8* const two = p + i / 4 * 16 + half * 8 + i % 4 * 2;
+        return float_of(eighth(two[1]) << 16 | eighth(two[0]));
+      });
+    }
+  }
   static POLYATTN_INLINE void interleave_four(const F8* a, const F8* b, Vec (&x)[4]) {
-    for (int i = 0; i < 4; ++i) x[i] = interleave(a + i * kLanes, b + i * kLanes, kLanes);
+    for (int v = 0; v < 4; ++v) {
+      x[v] = each([&](int i) {
+        const int column = i / 4 * 16 + 4 * v + i % 4;
+        return float_of(eighth(b[column]) << 16 | eighth(a[column]));
+      });
+    }
   }
   static POLYATTN_INLINE void interleave_two(const F8* a, const F8* b, Vec& low, Vec& high) {
     low = interleave(a, b, kLanes);
     high = interleave(a + kLanes, b + kLanes, kLanes);
   }
 
-  // Sums of four products of bytes, or bytes; see simd_avx512bf16.h.
+  // Sums of products of integers, or two of these in each lane; see simd_avx512bf16.h.
   struct Ints {
     uint32_t x[kLanes];
   };
@@ -235,19 +268,22 @@ struct Simd {
   static POLYATTN_INLINE Ints ints(int32_t x) {
     return each_int([&](int) { return uint32_t(x); });
   }
-  static POLYATTN_INLINE Ints add_ints(Ints a, Ints b) {
+  static POLYATTN_INLINE Ints load_ints(const int32_t* p) {
+    return each_int([&](int i) { return uint32_t(p[i]); });
+  }
+  static POLYATTN_INLINE Ints add_ints(const Ints& a, const Ints& b) {
     return each_int([&](int i) { return a.x[i] + b.x[i]; });
+  }
+  static POLYATTN_INLINE int32_t sum_ints(const Ints& x) {
+    uint32_t sum = 0;
+    for (const uint32_t lane : x.x) sum += lane;
+    return int32_t(sum);
   }
   static POLYATTN_INLINE Ints joined(Ints high, Ints low) {
     return each_int([&](int i) { return (high.x[i] << 8) + low.x[i]; });
   }
   static POLYATTN_INLINE Vec floats(Ints x) {
     return each([&](int i) { return float(int32_t(x.x[i])); });
-  }
-  static POLYATTN_INLINE int32_t sum_ints(Ints x) {
-    uint32_t sum = 0;
-    for (const uint32_t lane : x.x) sum += lane;
-    return int32_t(sum);
   }
   static POLYATTN_INLINE Ints larger_size(Ints most, Vec x) {
     return each_int([&](int i) {
@@ -260,64 +296,52 @@ struct Simd {
     for (const uint32_t lane : most.x) size = lane > size ? lane : size;
     return float_of(size);
   }
-  static POLYATTN_INLINE Ints dot_bytes(Ints sum, Ints bytes, Ints others) {
-    for (int i = 0; i < kLanes; ++i) {
-      for (int n = 0; n < 4; ++n) {
-        sum.x[i] += uint32_t(int32_t(bytes.x[i] >> 8 * n & 0xff) * int8_t(others.x[i] >> 8 * n));
-      }
-    }
-    return sum;
-  }
-  static POLYATTN_INLINE Ints four_bytes(const void* p) {
-    uint32_t four;
-    std::memcpy(&four, p, sizeof four);
-    return each_int([&](int) { return four; });
-  }
-  template <int R>
-  static POLYATTN_INLINE Ints repeated_bytes(const int8_t* p) {
-    Ints x;
-    for (int i = 0; i < 2 * R; ++i) std::memcpy(x.x + i * 8 / R, p, 32 / R);
-    return each_int([&](int i) { return x.x[i] ^ 0x80808080u; });
-  }
-  template <int R>
-  static POLYATTN_INLINE Ints some_repeated_bytes(const int8_t* p, int n) {
-    int8_t codes[32] = {};
-    std::memcpy(codes, p, size_t(n));
-    return repeated_bytes<R>(codes);
-  }
-  template <int R>
-  static POLYATTN_INLINE Ints query_planes(const char* block) {
-    Ints x;
-    for (int i = 0; i < kLanes; ++i) {
-      const int plane = i / 8, row = R == 2 ? i % 8 / 4 : 0, part = R == 2 ? i % 4 : i % 8;
-      std::memcpy(x.x + i, block + part / 2 * 64 + row * 16 + plane * 8 + part % 2 * 4, 4);
-    }
-    return x;
-  }
-  static POLYATTN_INLINE Ints sum_keys(const Ints (&x)[8]) {
+  static POLYATTN_INLINE Ints dot_words(Ints sum, Ints a, Ints b) {
     return each_int([&](int i) {
-      const Ints& key = x[i / 8 * 4 + i % 4];
-      uint32_t high = 0, low = 0;
-      for (int part = 0; part < 4; ++part) {
-        high += key.x[i % 8 / 4 * 4 + part];
-        low += key.x[8 + i % 8 / 4 * 4 + part];
-      }
-      return (high << 8) + low;
+      const auto product = [&](int shift) {
+        return uint32_t(int16_t(a.x[i] >> shift) * int32_t{int16_t(b.x[i] >> shift)});
+      };
+      return sum.x[i] + product(0) + product(16);
     });
   }
-  static POLYATTN_INLINE void part_keys(Ints early, Ints late, Ints& first, Ints& second) {
-    const auto half = [&](int from) {
-      return each_int([&](int i) { return (i < 8 ? early : late).x[i % 8 / 4 * 8 + from + i % 4]; });
-    };
-    first = half(0);
-    second = half(4);
+  static POLYATTN_INLINE uint32_t pair_of_words(int low, int high) {
+    return uint32_t{uint16_t(high)} << 16 | uint16_t(low);
   }
-  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low, Ints& sum) {
+  static POLYATTN_INLINE Ints two_words(const int16_t* p) {
+    return each_int([&](int) { return pair_of_words(p[0], p[1]); });
+  }
+  static POLYATTN_INLINE Ints words(const int8_t* p, int n) {
+    const auto code = [&](int i) { return i < n ? p[i] + 128 : 0; };
+    return each_int([&](int i) { return pair_of_words(code(2 * i), code(2 * i + 1)); });
+  }
+  static POLYATTN_INLINE void words_by_eights(const int8_t* p, Ints& a, Ints& b) {
+    for (int half = 0; half < 2; ++half) {
+      (half ? b : a) = each_int([&](int i) {
+        const int8_t* const two = p + i / 4 * 16 + half * 8 + i % 4 * 2;
+        return pair_of_words(two[0] + 128, two[1] + 128);
+      });
+    }
+  }
+  static POLYATTN_INLINE void interleave_words(const int8_t* a, const int8_t* b, int n, Ints (&x)[4]) {
+    for (int v = 0; v < 4; ++v) {
+      x[v] = each_int([&](int i) {
+        const int column = i / 4 * 16 + 4 * v + i % 4;
+        return column < n ? pair_of_words(a[column] + 128, b[column] + 128) : 0;
+      });
+    }
+  }
+  static POLYATTN_INLINE void round_words(Vec x, int16_t* to, Ints& sum) {
+    for (int i = 0; i < kLanes; ++i) {
+      const int whole = int(__builtin_rintf(x.x[i]));
+      to[i] = int16_t(whole);
+      sum.x[i] += uint32_t(whole);
+    }
+  }
+  static POLYATTN_INLINE void split(Vec x, int8_t* high, int8_t* low) {
     for (int i = 0; i < kLanes; ++i) {
       const int whole = int(__builtin_rintf(x.x[i])), h = (whole + 128) >> 8;
       high[i] = int8_t(h);
       low[i] = int8_t(whole - h * 256);
-      sum.x[i] += uint32_t(whole);
     }
   }
   static POLYATTN_INLINE Ints as_ints(Vec x) {
@@ -331,21 +355,6 @@ struct Simd {
     Vec y[4];
     for (int i = 0; i < 4 * kLanes; ++i) y[i / kLanes].x[i % kLanes] = x[i % 4].x[i / 4];
     for (int i = 0; i < 4; ++i) x[i] = y[i];
-  }
-  template <int V>
-  static POLYATTN_INLINE void interleave_bytes(const int8_t* const (&rows)[4], int n, int part,
-                                               Ints (&to)[V]) {
-    for (int v = 0; v < V; ++v) {
-      to[v] = each_int([&](int i) {
-        const int column = i / 4 * 16 + 4 * (V * part + v) + i % 4;
-        uint32_t lane = 0;
-        for (int r = 0; r < 4; ++r) {
-          const uint32_t code = column < n ? uint8_t(rows[r][column]) : 0;
-          lane |= (code ^ 0x80u) << 8 * r;
-        }
-        return lane;
-      });
-    }
   }
   // Units of two bfloat16; see simd_avx512bf16.h.
   static POLYATTN_INLINE float unit(float low, float high) {

@@ -1,7 +1,8 @@
 """The commands by name; each one's module is imported when it is used.
 
-Exit codes: 0 yes, 1 no, 2 cannot say or used wrongly, 130 interrupted (Ctrl-C), 141 the reader of
-a pipe is gone. ``polyattn run`` gives the exit code of the program it ran.
+Exit codes: 0 yes, 1 no, 2 cannot say or used wrongly, 128 + N ended by signal N, 130 interrupted
+(Ctrl-C), 141 the reader of a pipe is gone. ``polyattn run`` gives the exit code of the program it
+ran.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 __all__ = ["main"]
 
@@ -39,6 +40,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fuzz": ("polyattn.conformance.fuzz", "random problems against the float64 reference"),
 }
 """Each command: the module whose ``main(argv)`` it is, imported when it is used, and its line."""
+_WITH_CHILDREN = ("bench",)
+"""What has processes and scratch files of its own throughout."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,12 +117,14 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _command(name: str, arguments: list[str]) -> int:
+    from polyattn.cli.supervise import told_to_end
     from polyattn.errors import PolyattnError, Unsupported
 
     try:
         module = importlib.import_module(COMMANDS[name][0])
-        return int(module.main(arguments) or 0)
-    except SystemExit as leave:  # argparse: help, or used wrongly
+        with told_to_end() if name in _WITH_CHILDREN else nullcontext():
+            return int(module.main(arguments) or 0)
+    except SystemExit as leave:  # argparse: help, or used wrongly; or a signal
         return leave.code if isinstance(leave.code, int) else int(bool(leave.code))
     except Unsupported as error:
         print(f"polyattn {name}: {error}", file=sys.stderr)

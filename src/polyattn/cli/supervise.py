@@ -3,6 +3,8 @@
 The program has this process's terminal, files and group. What the terminal sends, as Ctrl-C, it
 gets like everybody in the group, and it is waited for all the same; a signal that somebody sends to
 this process alone is passed on.
+
+`run_child` is for runs of a program that are a step of a command of ours: they end when it does.
 """
 
 from __future__ import annotations
@@ -11,15 +13,67 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 from polyattn.errors import PolyattnError
 
-__all__ = ["interpreter_options", "run_supervised"]
+__all__ = ["interpreter_options", "run_child", "run_supervised", "told_to_end"]
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _OF_SOMEBODY = 0
 """The code of a signal that a process has sent (SI_USER); the terminal's has another."""
+_ENDING = ("SIGTERM", "SIGHUP")
+_PATIENCE_S = 5.0
+
+
+def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Run a command to its end, with the options of Popen; what ends this process ends it, too.
+
+    SIGTERM and SIGHUP raise SystemExit(128 + N) meanwhile, so that the caller's files go as well.
+    """
+    with told_to_end(), subprocess.Popen(command, **options) as child:
+        try:
+            said, errors = child.communicate()
+        except BaseException:
+            child.terminate()
+            try:
+                child.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            raise
+    return subprocess.CompletedProcess(command, child.returncode, said, errors)
+
+
+@contextmanager
+def told_to_end() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise SystemExit(128 + N) where nobody handles or ignores them.
+
+    Children and files of what runs within go then as they do after Ctrl-C.
+    """
+    held: list[signal.Signals] = []
+    here = os.getpid()
+
+    def told(number: int, frame: FrameType | None) -> None:
+        for one in held:  # a second one, amid the ending, ends it as ever
+            signal.signal(one, signal.SIG_DFL)
+        if os.getpid() != here:  # a forked child: the files are its parent's
+            os.kill(os.getpid(), number)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in _ENDING if hasattr(signal, name)]
+        held = [one for one in numbers if signal.getsignal(one) is signal.SIG_DFL]
+    try:
+        for one in held:
+            signal.signal(one, told)
+        yield
+    finally:
+        for one in held:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def run_supervised(program: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from polyattn.cli.arguments import parser, split_program
 from polyattn.cli.printing import note
 from polyattn.cli.program import check_program, run_program
+from polyattn.cli.supervise import run_child
 from polyattn.cli.trace_isolate_ranks import Ranks
 from polyattn.cli.trace_verdict import add_options, report, rules_of, tolerance_of
 from polyattn.errors import TraceError
@@ -142,12 +143,11 @@ def _recorded(program: Sequence[str], path: Path, ranks: Ranks) -> Path:
     """
     note("polyattn trace isolate: first run, as it is")
     command = [sys.executable, "-m", "polyattn", "trace", "record", "--out", str(path), "--"]
-    done = subprocess.run(
+    done = run_child(
         [*command, *program],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        check=False,
         env=ranks.first_run(),
     )
     found = ranks.file(path)
@@ -182,9 +182,7 @@ def _moved(ours: Sequence[str], program: Sequence[str]) -> Iterator[Trace]:
             out = Path(folder) / "moved.jsonl"
             command = [sys.executable, "-m", "polyattn", "trace", "isolate", *ours]
             command += ["--out", str(out), "--moved", str(seed), "--", *program]
-            subprocess.run(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
-            )
+            run_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             if out.is_file():
                 yield read(out)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.cli.printing import note
+from polyattn.cli.supervise import run_child
 from polyattn.cli.trace_table import printable
 from polyattn.errors import TraceError
 from polyattn.trace import Trace, read
@@ -88,8 +89,8 @@ def _record(program: Sequence[str], options: Sequence[str], seed: int, folder: P
         "--out", str(folder / "run.jsonl"), f"--json={said}", *options, "--", *program,
     ]  # fmt: skip
     with errors.open("wb") as stderr:
-        code = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, check=False
+        code = run_child(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
         ).returncode
     if code or not said.exists():
         last = errors.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()

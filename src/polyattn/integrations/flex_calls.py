@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _flex_attention(
     """What stands in for torch's ``flex_attention``."""
     found: Any = "a program kept it"
     if router.entered:
-        found = _unmodelled(score_mod, return_lse, more)
+        found = _unmodelled(score_mod, return_lse, kernel_options, more)
         found = found or _unfit(query, key, value, scale, enable_gqa)
         found = found or _mask(block_mask, query, key)
         if isinstance(found, str):
@@ -83,12 +84,22 @@ def _flex_attention(
     return out, _Torch.aux_output(lse=sums, max_scores=None)
 
 
-def _unmodelled(score_mod: Any, return_lse: Any, more: dict[str, Any]) -> str | None:
+_TORCHS = ("BACKEND", "FORCE_USE_FLEX_ATTENTION", "OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
+"""Kernel options that ask for a kernel of torch's, or that torch refuses; others are of speed."""
+
+
+def _unmodelled(
+    score_mod: Any, return_lse: Any, kernel_options: Any, more: dict[str, Any]
+) -> str | None:
     """Say what of a call's options only torch computes, or refuses."""
     if score_mod is not None:
         return "a score_mod, which may be anything"
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        return f"kernel_options of type {type(kernel_options).__name__}"
+    if kernel_options and any(name in kernel_options for name in _TORCHS):
+        return "kernel_options that are torch's alone"
     aux = more.get("return_aux")
-    if aux is not None and aux.max_scores:
+    if aux is not None and getattr(aux, "max_scores", True):
         return "max_scores, which polyattn does not give"
     if (aux is not None and return_lse) or type(return_lse) is not bool:
         return "two ways of asking for lse"
@@ -109,12 +120,17 @@ def _unfit(q: Any, k: Any, v: Any, scale: Any, gqa: Any) -> str | None:
         return "inputs of several dtypes, or of other than 4 dims"
     if f"{q.dtype}".rpartition(".")[2] not in DTYPES or not (q.device == k.device == v.device):
         return f"inputs of {q.dtype}, or on several devices"
+    if q.device.type == "meta" or q.shape[1] == 0 or k.shape[2] == 0:
+        return "no numbers to compute with: on the meta device, of no heads or no keys"
     n, kv = q.shape[1], k.shape[1]
     heads = n == kv or (gqa and kv > 0 and n % kv == 0)
     alike = q.shape[0] == k.shape[0] == v.shape[0] and k.shape[2] == v.shape[2] and kv == v.shape[1]
     if not (heads and alike and q.shape[3] == k.shape[3] and q.shape[3] > 0 and v.shape[3] > 0):
         return "inputs of these shapes"
-    return None if scale is None or type(scale) is float else "a scale that is no float"
+    if scale is not None and type(scale) is not float:
+        return "a scale that is no float"
+    finite = scale is None or is_dynamo_compiling() or isfinite(scale)
+    return None if finite else "a scale that is not finite"
 
 
 def _mask(block_mask: Any, q: Tensor, k: Tensor) -> Mask | str | None:
@@ -122,7 +138,9 @@ def _mask(block_mask: Any, q: Tensor, k: Tensor) -> Mask | str | None:
     if block_mask is None:
         return None
     b, n, t, s = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-    sizes = block_mask.shape
+    sizes: Any = getattr(block_mask, "shape", ())
+    if len(sizes) != 4:
+        return f"a block mask of type {type(block_mask).__name__}"
     fits = (sizes[0] == 1 or sizes[0] == b) and (sizes[1] == 1 or sizes[1] == n)
     if not fits or sizes[2] != t or sizes[3] != s or block_mask.kv_indices.device != q.device:
         return "a block mask of other sizes, or on another device"

@@ -1,7 +1,8 @@
 """polyattn for JAX: ``attention`` and what is around it, under one selection with PyTorch's.
 
 ``polyattn.jax.flags`` says how JAX's configuration stands, ``polyattn.jax.trace`` records what
-passes through a program.
+passes through a program. Importing this imports JAX, to which it makes masks and biases known;
+no backend of JAX is started.
 
 >>> import jax
 >>> from polyattn.jax import attention, explain
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 import typing
 
 if importlib.util.find_spec("jax") is None:
@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Import what is asked for; ``import polyattn.jax`` alone does not import JAX."""
+    """Import what is asked for."""
     known = _NEWER.get(name, name)
     if known not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -70,9 +70,8 @@ def __getattr__(name: str) -> typing.Any:
     return found
 
 
-if "jax" in sys.modules:
-    # a program may hand masks to jit before it looks up any name here
-    importlib.import_module("polyattn.jax.kit.pytrees")
+# A program may hand masks to jit before it looks up any name here, and before it imports JAX.
+importlib.import_module("polyattn.jax.kit.pytrees")
 
 
 def __dir__() -> list[str]:

@@ -33,6 +33,8 @@ __all__ = ["Candidate", "TimeLimitExceeded", "candidates", "ready", "time_limit"
 HOPELESS = 20.0
 AGAIN_S = 0.01
 """How long a time limit that rang during an import waits before it rings again."""
+INTERRUPT_AGAIN_S = 5.0
+"""How long a Ctrl-C waits before it is raised again."""
 
 
 class TimeLimitExceeded(BaseException):
@@ -230,7 +232,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise :class:`TimeLimitExceeded` after `seconds`, where signals allow it (main thread).
 
     An import under way is let end first: a half imported module (the compiler's, on its first use)
-    would fail in the whole rest of the process.
+    would fail in the whole rest of the process. A Ctrl-C that what runs within has swallowed, as
+    compilers do in their callbacks, is raised again.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(
         signal, "setitimer"
@@ -238,21 +241,44 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
-    around = _imports_under_way(sys._getframe())
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        if _imports_under_way(frame) > around:
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-        else:
-            raise TimeLimitExceeded
-
-    before = signal.signal(signal.SIGALRM, ring)
+    bell = _Bell(_imports_under_way(sys._getframe()))
+    interrupts = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGALRM, bell.ring)
+    if interrupts is signal.default_int_handler:  # a program's own handler stays
+        signal.signal(signal.SIGINT, bell.interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if interrupts is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupts)
+        if bell.interrupted:
+            raise KeyboardInterrupt
+
+
+class _Bell:
+    """Answers the alarm and Ctrl-C within a time limit."""
+
+    def __init__(self, around: int) -> None:
+        self._around = around
+        self.interrupted = False
+
+    def ring(self, number: int, frame: FrameType | None) -> None:
+        """Answer the alarm."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if _imports_under_way(frame) > self._around:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        else:
+            raise TimeLimitExceeded
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Answer Ctrl-C, and have the alarm ask again where nobody ends."""
+        self.interrupted = True
+        signal.setitimer(signal.ITIMER_REAL, INTERRUPT_AGAIN_S, INTERRUPT_AGAIN_S)
+        raise KeyboardInterrupt
 
 
 def _imports_under_way(frame: FrameType | None) -> int:

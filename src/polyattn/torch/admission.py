@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.problem import Problem
 from polyattn.problem.admission import ArrayFacts, Other, Surroundings
 from polyattn.problem.admission import admit as admit_call
+from polyattn.torch.dtensors import is_sharded
 from polyattn.torch.internals import are_higher, transforms
 from polyattn.torch.kit.masking import bind_mask, known
 
 __all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of"]
+
+
+_WHOLE = "x.full_tensor() or, of a rank's part, x.to_local() is one"
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ def facts_of(x: Any) -> ArrayFacts | Other:
     if not isinstance(x, Tensor):
         is_array = hasattr(x, "shape") and hasattr(x, "dtype")
         return Other(type(x).__name__, is_array, "torch.as_tensor makes it one" if is_array else "")
+    if is_sharded(x):  # a call of three DTensors is one of their parts, which come here
+        return Other("DTensor", True, _WHOLE)
     dtype = str(x.dtype).rpartition(".")[2]
     if x.is_nested or x.layout != torch.strided:
         return ArrayFacts((), dtype, str(x.device), form="nested" if x.is_nested else "sparse")
@@ -45,6 +52,15 @@ def facts_of(x: Any) -> ArrayFacts | Other:
     # negated views hold other values than their memory
     unit = not shape or ((x.stride(-1) == 1 or shape[-1] <= 1) and not x.is_neg())
     return ArrayFacts(shape, dtype, str(x.device), x.requires_grad, unit)
+
+
+def _check_whole(name: str, payload: Any) -> Any:
+    if is_sharded(payload):
+        raise InvalidProblem(
+            f"got a mask whose {name} is a DTensor beside tensors that are none, expected a "
+            f"torch.Tensor; {_WHOLE}."
+        )
+    return payload
 
 
 class TorchFront:
@@ -67,6 +83,8 @@ class TorchFront:
         )
 
     def bind(self, mask: Mask, device: str) -> Mask:
+        if not mask.is_static:
+            mask.map(_check_whole)
         return bind_mask(mask, torch.device(device))
 
     def arange(self, size: int) -> Tensor:

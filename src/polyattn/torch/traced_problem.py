@@ -41,7 +41,7 @@ def as_text(x: Any) -> Any:
 def from_text(text: Any) -> Any:
     """Undo :func:`as_text`."""
     if isinstance(text, tuple):
-        return Other(text[0])
+        return Other(text[0], is_array=text[0] in ("Tensor", "Parameter", *IS_NUMPY))
     return None if text is None else float.fromhex(text)
 
 

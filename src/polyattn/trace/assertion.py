@@ -119,12 +119,15 @@ class _Check:
         found = compare(one, other, **how)
         if found.equal is False and found.culprit is not None and found.culprit.phase != "param":
             found = self._if_they_repeat(found, one, other, how)
-        if isolate is False or not _isolating_may_tell(found):
+        chosen = _may_be_chosen_by_rounding(found)
+        if isolate is False or not (chosen or _isolating_may_tell(found)):
             return found
         try:
             alone = self._isolated(how, _ISOLATED)
         except PolyattnError as error:
             return _noted(found, f"isolating the modules was not possible: {error}")
+        if chosen and alone.equal is None:
+            return found
         if alone.equal and self._gradients is not False:
             return _noted(found, "isolated, all outputs agree; gradients cannot be isolated")
         return alone
@@ -221,6 +224,18 @@ def _isolating_may_tell(verdict: Verdict) -> bool:
     held = all(verdict.guards[name].holds is not False for name in ("inputs", "determinism"))
     other = any(reason != verdict.guards["outputs"].said for reason in verdict.reasons)
     return verdict.equal is None and held and other and verdict.coverage.compared > 0
+
+
+def _may_be_chosen_by_rounding(verdict: Verdict) -> bool:
+    """Whether what is blamed is a model's code between modules whose numbers were rounded before.
+
+    Where it sorts or chooses by them, as a detector its best proposals, that need be no fault.
+    """
+    culprit = verdict.culprit
+    if culprit is None or culprit.kind != "input" or culprit.phase != "in":
+        return False
+    before = (row for row in verdict.rows if row.verdict == "same" and row.phase == "forward")
+    return any(row.error_out for row in before)
 
 
 @contextmanager

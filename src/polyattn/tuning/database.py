@@ -7,6 +7,7 @@ locks that SQLite holds for this process.
 from __future__ import annotations
 
 import enum
+import errno
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ def may_pass(error: Exception) -> bool:
     """Whether an error may be gone at the next try: the file was moved or cut under our hands."""
     codes = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
     return isinstance(error, sqlite3.Error) and primary_code(error) in codes
+
+
+def lacks_descriptors() -> bool:
+    """Whether this process can open no file at present, of which SQLite says "unable to open"."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
 
 
 def connect(path: Path, mode: str, timeout_s: float) -> sqlite3.Connection:

@@ -144,7 +144,7 @@ def _snapshot_now() -> _Snapshot:
         if now - _looked < _LOOK_EVERY_S:
             return known
         _looked = now
-        if known.file == _file(here):
+        if known.file == _file(here) and not here.in_passing:
             return known
     _looked = now
     # how it stands is noted before it is read: a change in between is seen the next time

@@ -21,13 +21,13 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from polyattn.errors import TuningError
 from polyattn.forks import kept_free
-from polyattn.tuning import database
+from polyattn.tuning import database, rows, snapshots
 from polyattn.tuning.database import CorruptFileError, Kind, OlderFileError, transaction
 from polyattn.tuning.lock import file_lock
 from polyattn.tuning.schema import APPLICATION_ID, SCHEMA_VERSION, create_schema
@@ -56,6 +56,7 @@ class Storage:
         self._connection: sqlite3.Connection | None = None
         self._identity: _Identity | None = None
         self._memory: sqlite3.Connection | None = None
+        self._in_passing = False
         self._notices: dict[str, None] = {}
         self._changes = 0
         self.writes = 0
@@ -109,6 +110,10 @@ class Storage:
         """Whether the table is on disk, as far as can be known without creating it."""
         self.read(lambda connection: None, None)
         return self._memory is None
+
+    def is_in_passing(self) -> bool:
+        """Whether memory stands in for the file only until a file descriptor is free."""
+        return self._in_passing
 
     def notices(self) -> list[str]:
         """What went wrong with the file and what was done about it, in order, each once."""
@@ -249,6 +254,8 @@ class Storage:
                 self.path = self.path.resolve()
                 if self._is_linked and self._on_disk() is not None:
                     self._check_target()
+        if self._in_passing and not database.lacks_descriptors():
+            self._back_to_disk()
 
     def _check_target(self) -> None:
         """Keep off a file that a link leads to, unless it is a tuning table: it is somebody's."""
@@ -332,11 +339,34 @@ class Storage:
             raise OSError("it is not a regular file")
         return found.st_dev, found.st_ino
 
+    def _back_to_disk(self) -> None:
+        """Leave the memory that stood in while no file descriptor was left, with what it holds."""
+        memory, self._memory, self._in_passing = self._memory, None, False
+        self._changes += 1
+        self.writes += 1  # snapshots that were made of the memory are of the past
+        if memory is None:
+            return
+        with closing(memory):
+            entries = rows.select(memory, None, self.notice)
+            texts = snapshots.select(memory, rows.named(entries))
+        try:
+            if entries:
+                self.write(lambda disk: rows.replace_older(disk, entries, texts), 0, create=True)
+        except TuningError as error:  # a reader comes here, too, who wants no more than to read
+            self.notice(f"{len(entries)} times that were kept in memory are lost ({error})")
+
     def _to_memory(self, problem: str, advice: str) -> sqlite3.Connection:
         """Go on in memory, with what can still be read from the file."""
         self._drop()
         self._memory = memory = database.connect_memory()
         self._changes += 1
+        if database.lacks_descriptors():
+            self._in_passing = True
+            self.notice(
+                "no file descriptor was left; measured times were kept in memory until one was; "
+                "close files, or raise the limit (ulimit -n)"
+            )
+            return memory
         with suppress(sqlite3.Error, OSError, CorruptFileError, _StaleError):
             if self._on_disk() is not None:
                 database.fill(memory, database.contents(self.path, "ro", timeout_s=0.1))

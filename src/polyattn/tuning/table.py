@@ -74,6 +74,11 @@ class TuningTable:
         return self._storage.is_persistent()
 
     @property
+    def in_passing(self) -> bool:
+        """Whether it is in memory only until a file descriptor is free; it costs nothing to ask."""
+        return self._storage.is_in_passing()
+
+    @property
     def notices(self) -> list[str]:
         """What was wrong with the file or its rows, and what was done; empty when all is well."""
         return self._storage.notices()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from polyattn.errors import OffloadError
 from polyattn.hooks import OffloadPlan, offload
-from polyattn.hooks.layerwise_offload import Facts, measure_pass
+from polyattn.hooks.layerwise_offload import Facts, mapped, measure_pass
 from polyattn.hooks.layerwise_offload.devices.host import HostCarrier, Reader
-from polyattn.hooks.layerwise_offload.mapped import FilePart, MappedFile
+from polyattn.hooks.layerwise_offload.mapped import FilePart, MappedFile, Mapping
 from tests.hooks.layerwise_offload.small_models import frozen, inputs
 
 X = inputs()
@@ -81,4 +83,23 @@ def test_a_reader_that_is_told_another_number_finishes_what_it_was_asked_for(
         reading.result()
         assert bytes(into) == content[3:]
     reader.close()
+    file.close()
+
+
+def test_where_no_file_descriptor_is_left_their_limit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(4096))
+    file = MappedFile(path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(mapped.mmap, "mmap", full)
+    with pytest.raises(OffloadError, match="ulimit -n"):
+        Mapping(file, 0, 4096)
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OffloadError, match="ulimit -n"):
+        MappedFile(path)
     file.close()

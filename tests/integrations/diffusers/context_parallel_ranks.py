@@ -16,7 +16,7 @@ from diffusers.models.attention_dispatch import attention_backend, dispatch_atte
 from polyattn import record_selections
 from polyattn.integrations.diffusers import register
 
-BATCH, LENGTH, HEADS, DIM = 2, 32, 4, 16
+BATCH, LENGTH, HEADS, DIM = 2, 36, 12, 16
 
 
 def whole() -> list[torch.Tensor]:

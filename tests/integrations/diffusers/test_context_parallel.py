@@ -1,4 +1,4 @@
-"""diffusers' ring and Ulysses around polyattn's kernels, on two ranks, forward and backward."""
+"""diffusers' ring and Ulysses around polyattn's kernels, on some ranks, forward and backward."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_two_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
-    port, files = _free_port(), [tmp_path / f"{rank}.pt" for rank in range(2)]
+@pytest.mark.parametrize(("kind", "world"), [("ring", 2), ("ring", 3), ("ulysses", 3)])
+def test_ranks_compute_what_one_process_does(kind: str, world: int, tmp_path: Path) -> None:
+    port, files = _free_port(), [tmp_path / f"{rank}.pt" for rank in range(world)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANKS), str(rank), "2", str(port), kind, str(file)],
+            [sys.executable, str(RANKS), str(rank), str(world), str(port), kind, str(file)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank, file in enumerate(files)
@@ -138,6 +138,39 @@ def test_checkpoints_hand_out_what_was_saved_once() -> None:
     want = attention(x := q.detach().clone().requires_grad_(), x, x)
     want.square().sum().backward()
     torch.testing.assert_close(q.grad, x.grad)
+
+
+def test_a_ring_whose_template_hands_no_keys_on_is_refused() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    ctx = SimpleNamespace(save_for_backward=lambda *arrays: None)
+    context_parallel._forward(ctx, q, q, q, _parallel_config=_over(ring=2))
+    with torch.no_grad(), pytest.raises(Unsupported, match="or ulysses_degree"):
+        context_parallel._backward(ctx, q)
+
+
+def test_a_ring_s_gradients_are_all_in_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 8, 2, 16)
+    over = _over(ring=3)
+    over.context_parallel_config._ring_mesh = SimpleNamespace(get_group=lambda: None)
+    ctx = SimpleNamespace(save_for_backward=lambda *arrays: None)
+    out, lse = context_parallel._forward(ctx, q, q, q, return_lse=True, _parallel_config=over)
+    fails = iter([True, False, False])
+
+    def found(*arguments: Any) -> tuple[Tensor, ...]:
+        if next(fails):
+            raise RuntimeError("amid a pass")
+        return (q, q, q)
+
+    monkeypatch.setattr(context_parallel, "ring_gradients", found)
+
+    def step() -> float:
+        grads = context_parallel._backward(ctx, q, query=q, key=q, value=q, out=out, lse=lse)
+        return float(grads[1].abs().sum())
+
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="amid a pass"):
+            step()
+        assert [step() > 0 for _ in range(6)] == [True, False, False] * 2
 
 
 def test_gradients_that_the_templates_would_leave_out_are_refused() -> None:

@@ -60,6 +60,22 @@ def test_forward_and_backward_are_those_of_the_definition(name: str) -> None:
         np.testing.assert_allclose(one, want, atol=3e-6, rtol=1e-5)
 
 
+def test_grouped_heads_run_where_numbers_have_64_bits() -> None:
+    arrays = Q[:1, :60], KEY[:1, :60], V[:1, :60]
+
+    def call(backend: str) -> Any:
+        return lambda *arrays: attention(*arrays, backend=backend)
+
+    jax.config.update("jax_enable_x64", True)
+    try:
+        found, want = call("splash")(*arrays), call("jax_reference")(*arrays)
+        np.testing.assert_allclose(found, want, atol=3e-6, rtol=1e-5)
+        taken = jax.eval_shape(lambda *a: jax.vjp(call("splash"), *a)[1](found), *arrays)
+        assert [(x.shape, x.dtype) for x in taken] == [(x.shape, x.dtype) for x in arrays]
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 def test_what_is_not_finite_reaches_the_rows_that_see_it() -> None:
     k, v = KEY.at[0, 100, 1, 2].set(-jnp.inf), V.at[1, 120].set(jnp.nan).at[1, 149].set(jnp.inf)
     out, lse = attention(Q, k, v, mask=Causal(), return_lse=True, backend="splash")

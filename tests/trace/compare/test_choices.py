@@ -1,4 +1,4 @@
-"""Integers that a router makes of rounded numbers: in low precision a right port chooses others."""
+"""What a model chooses by rounded numbers, a router its experts and a detector its proposals."""
 
 from __future__ import annotations
 
@@ -72,3 +72,49 @@ def test_in_float32_rounding_decides_no_choice(tmp_path: Path) -> None:
     tiny = Y.astype(np.float32) * np.float32(1 + 1e-6)
     found = verdict(tmp_path, tiny, LOGITS, OTHERS, MADE[::-1], dtype=np.float32)
     assert found.culprit is not None and found.culprit.module == "m.gate"
+
+
+ROWS = RNG.standard_normal((64, 8)).astype(np.float32)
+SCORES = np.arange(64, dtype=np.float32)
+SWAPPED = ROWS[[*range(20), 21, 20, *range(22, 64)]]
+
+
+def detector(path: Path, scores: Any, proposals: Any) -> Path:
+    """A decoder that is given the best proposals, in the order of their scores."""
+    with TraceWriter(path, overwrite=True) as trace:
+        trace.add("m", "in", "args[0]", ROWS, cls="M")
+        trace.add("m.score", "in", "args[0]", ROWS, cls="Score")
+        trace.add("m.score", "out", "out", scores, cls="Score")
+        trace.add("m.decoder", "in", "args[0]", proposals, cls="Decoder")
+        trace.add("m.decoder", "out", "out", 2 * proposals, cls="Decoder")
+        trace.add("m", "out", "out", 2 * proposals, cls="M")
+    return path
+
+
+def detected(tmp_path: Path, scores: Any, proposals: Any) -> Verdict:
+    reference = detector(tmp_path / "a.jsonl", SCORES, ROWS)
+    return compare(reference, detector(tmp_path / "b.jsonl", scores, proposals))
+
+
+def test_an_order_that_rounding_may_have_made_is_not_decided(tmp_path: Path) -> None:
+    found = detected(tmp_path, SCORES * np.float32(1 + 1e-6), SWAPPED)
+    assert found.equal is None and found.culprit is None and "isolate" in found.reasons[0]
+    assert "'m.decoder': rounding may decide in which order" in " ".join(found.notes)
+
+
+def test_another_order_by_the_same_scores_is_a_fault(tmp_path: Path) -> None:
+    found = detected(tmp_path, SCORES, SWAPPED)
+    assert found.culprit is not None and (found.culprit.module, found.culprit.kind) == (
+        "m",
+        "input",
+    )
+
+
+def test_nearly_all_in_other_places_is_a_fault(tmp_path: Path) -> None:
+    turned = np.ascontiguousarray(ROWS.reshape(8, 8, 8).swapaxes(0, 1)).reshape(64, 8)
+    found = detected(tmp_path, SCORES * np.float32(1 + 1e-6), turned)
+    assert found.culprit is not None and (found.culprit.module, found.culprit.kind) == (
+        "m",
+        "input",
+    )
+    assert "another order" in found.culprit.evidence

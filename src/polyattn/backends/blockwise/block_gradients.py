@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from polyattn.backends.blockwise.derivatives import over_all_tiles
 from polyattn.backends.blockwise.score_tiles import (
     Array,
     Blocks,
@@ -40,6 +41,7 @@ class _Grown(NamedTuple):
     dbias: Any
 
 
+@over_all_tiles
 def gradients(
     blocks: Blocks, extras: Extras, q: Array, k: Array, v: Array, come: Incoming
 ) -> tuple[Array, Array, Array, Any, Any]:

@@ -1,7 +1,7 @@
 """Blockwise attention as a backend: memory O(T), forward and backward, every mask.
 
-Reverse mode is the rule of `block_gradients`; beyond it (gradients of gradients, forward mode) JAX
-refuses: ask for `jax_reference` there.
+Reverse mode is the rule of `block_gradients`, of which derivatives can be taken again. Forward mode
+of the call itself JAX refuses: ask for `jax_reference` there.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from polyattn.backends.blockwise.derivatives import over_all_tiles
 from polyattn.backends.blockwise.score_tiles import (
     Array,
     Blocks,
@@ -40,6 +41,7 @@ class Sums(NamedTuple):
     low: Array
 
 
+@over_all_tiles
 def attend(blocks: Blocks, extras: Extras, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Return out (B, K, G, T, V) and lse (B, K, G, T), padded, in the wide type."""
 

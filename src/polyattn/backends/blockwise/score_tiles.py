@@ -22,13 +22,17 @@ Array: TypeAlias = jax.Array
 
 
 class Blocks(NamedTuple):
-    """How a call is cut; hashable. `dims`: the sizes without padding."""
+    """How a call is cut; hashable.
+
+    `dims`: the sizes without padding. `whole`: tiles that nobody sees are visited, too.
+    """
 
     dims: Dims
     q: int
     k: int
     scale: float
     softcap: float | None
+    whole: bool = False
 
     @property
     def of_q(self) -> int:
@@ -120,6 +124,8 @@ def _band(mask: Mask | None) -> tuple[int | None, int | None]:
 
 def block_range(blocks: Blocks, mask: Mask | None, i: Array) -> tuple[Any, Any]:
     """Return the first key block that query block `i` may see, and the end of them."""
+    if blocks.whole:
+        return 0, blocks.of_k
     low, high = _band(mask) if mask is None or "Packed" not in mask.kinds else (None, None)
     dims = blocks.dims
     shift = 0 if mask is not None and mask.align == "top_left" else dims.kv_len - dims.q_len
@@ -142,6 +148,8 @@ def _key_lengths(mask: Mask | None) -> list[Array]:
 
 def row_range(blocks: Blocks, mask: Mask | None, j: Array) -> tuple[Any, Any]:
     """Return the first query block that may see key block `j`, and the end of them."""
+    if blocks.whole:
+        return 0, blocks.of_q
     low, high = _band(mask) if mask is None or "Packed" not in mask.kinds else (None, None)
     dims = blocks.dims
     shift = 0 if mask is not None and mask.align == "top_left" else dims.kv_len - dims.q_len

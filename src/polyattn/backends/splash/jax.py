@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from polyattn.jax.kit.layouts import from_bnth, to_bnth
+from polyattn.jax.kit.layouts import from_bnth, grouped, joined, to_bnth
 from polyattn.jax.kit.masking import Dims
 from polyattn.jax.kit.nonfinite import finite
 from polyattn.jax.kit.seen_rows import is_tame, put_back, rows_that_see, without_unseen
@@ -78,18 +78,21 @@ def _attend(
     dims = Dims.of(q, k)
     ids = _ids(mask, dims)
     kernel = _kernel(static, mask, dims)
+    kv_heads = k.shape[1]
     logits = None
     if sinks is not None:
         logits = jax.nn.logsumexp(sinks.astype(jnp.float32).reshape(dims.heads, -1), -1)
+        logits = logits.reshape(kv_heads, -1)
     scaled = (q * jnp.asarray(static.scale, jnp.float32)).astype(q.dtype)
-    arrays = (_whole(scaled), _whole(k), _whole(v))
+    arrays = (grouped(_whole(scaled), kv_heads), _whole(k), _whole(v))
     splash = _splash().splash_attention_kernel
 
-    def one(q: Array, k: Array, v: Array, ids: Any) -> Any:
+    def one(q: Array, k: Array, v: Array, logits: Any, ids: Any) -> Any:
         return kernel(q, k, v, None if ids is None else splash.SegmentIds(*ids), logits)
 
-    found = jax.vmap(one)(*arrays, ids)
+    found = jax.vmap(jax.vmap(one, (0, 0, 0, 0, None)), (0, 0, 0, None, 0))(*arrays, logits, ids)
     out, lse = (found[0], found[1][0]) if static.lse else (found, None)
+    out, lse = joined(out), None if lse is None else joined(lse)
     out, lse = out[:, :, : dims.q_len], None if lse is None else lse[:, :, : dims.q_len]
     if sinks is not None or mask is None:
         return out, lse
@@ -108,7 +111,11 @@ def _whole(x: Array) -> Array:
 
 
 def _kernel(static: _Static, mask: Mask | None, dims: Dims) -> Any:
-    """Return the kernel of the static part of a mask: a band around each row's own key."""
+    """Return the kernel of the static part of a mask: a band around each row's own key.
+
+    It is of one key head and its group: JAX's kernel of several groups divides numbers of 32 bits
+    by numbers of 64 where `jax_enable_x64` is set, which it refuses.
+    """
     splash = _splash()
     low, high = _band(mask)
     lengths = tuple(-(-length // _UNIT) * _UNIT for length in (dims.q_len, dims.kv_len))
@@ -124,8 +131,8 @@ def _kernel(static: _Static, mask: Mask | None, dims: Dims) -> Any:
         block_q=q, block_kv=k, block_kv_compute=k, block_q_dkv=q, block_kv_dkv=k,
         block_kv_dkv_compute=k, block_q_dq=q, block_kv_dq=k,
     )  # fmt: skip
-    return splash.splash_attention_kernel.make_splash_mha(
-        splash.splash_attention_mask.MultiHeadMask([one] * dims.heads),
+    return splash.splash_attention_kernel.make_splash_mqa(
+        splash.splash_attention_mask.MultiHeadMask([one] * (dims.heads // dims.kv_heads)),
         block_sizes=sizes, save_residuals=static.lse, attn_logits_soft_cap=static.softcap,
         head_shards=1, q_seq_shards=1, interpret=static.interpret,
     )  # fmt: skip

@@ -131,7 +131,7 @@ def figures(row: ProgramRow, found: Turns) -> dict[str, Any]:
     """Return the row of the record. Ratios are a side's time over ours: above 1 ours is faster."""
     record: dict[str, Any] = {
         "name": row.name, "stock": row.stock, "goal": row.goal, "goal_best": row.goal_best,
-        "cannot": found.cannot, "rms": {s: float(f"{r:.3g}") for s, r in found.rms.items()},
+        "cannot": found.cannot, "rms": {s: _said(float(f"{r:.3g}")) for s, r in found.rms.items()},
         "ran": dict(found.ran), "foreign": round(found.foreign, 4),
     }  # fmt: skip
     ours = found.seconds.get(OURS)
@@ -146,10 +146,15 @@ def figures(row: ProgramRow, found: Turns) -> dict[str, Any]:
     wrong = _wrong(row, found)
     return {
         **record, "seconds": {s: round(min(t), 5) for s, t in found.seconds.items() if s != AGAIN},
-        "ratio": ratio, "others": others, "over_best": best, "noise": round(noise, 4),
+        "ratio": ratio, "others": others, "over_best": best, "noise": _said(round(noise, 4)),
         "relative": summary(_over(ours, stock)), "wrong": wrong, "rounds": len(ours),
         "met": _met(row, ratio["median"], best, noise, wrong),
     }  # fmt: skip
+
+
+def _said(x: float) -> float | None:
+    """Return a number that JSON has: None for the noise of too few rounds, and beside NaN."""
+    return x if math.isfinite(x) else None
 
 
 def _stock(found: Turns, row: ProgramRow) -> list[float]:

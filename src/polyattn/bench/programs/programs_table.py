@@ -40,7 +40,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [
         row["name"], row["stock"], f"{row['seconds'][row['stock']]:.3f}",
         f"{row['ratio']['median']:.2f}", f"{row['over_best']:.2f}" if row["others"] else "",
-        f"{row['noise']:.1%}", goal, "WRONG" if row["wrong"] else met, ran,
+        "" if row["noise"] is None else f"{row['noise']:.1%}", goal,
+        "WRONG" if row["wrong"] else met, ran,
     ]  # fmt: skip
 
 

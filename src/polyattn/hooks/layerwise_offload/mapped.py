@@ -7,6 +7,7 @@ it was changed (``.data``, NumPy, another library), and what is read from the fi
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
@@ -55,6 +56,15 @@ class FilePart:
     nbytes: int
 
 
+_ROOM = "a limit on the address space (ulimit -v) has to leave room for the whole model"
+
+
+def _what_to_do(error: Exception, else_: str) -> str:
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        return "no file descriptor is left: close files, or raise the limit (ulimit -n)"
+    return else_
+
+
 class MappedFile:
     """An open file whose content must stay as it was when it was opened."""
 
@@ -65,7 +75,7 @@ class MappedFile:
         except OSError as error:
             raise OffloadError(
                 f"got {self.path}, which cannot be opened ({error.strerror}), expected a file of "
-                "weights: look at the path"
+                f"weights: {_what_to_do(error, 'look at the path')}"
             ) from error
         weakref.finalize(self, self._file.close)  # who drops a model leaves no file open
         self._settle()
@@ -145,8 +155,8 @@ class Mapping:
             )
         except (OSError, ValueError) as error:
             raise OffloadError(
-                f"got no mapping of {nbytes:,} bytes of {file.path} ({error}), expected one: a "
-                "limit on the address space (ulimit -v) has to leave room for the whole model"
+                f"got no mapping of {nbytes:,} bytes of {file.path} ({error}), expected one: "
+                f"{_what_to_do(error, _ROOM)}"
             ) from error
         self._skip = start - first
         self._nbytes = nbytes

@@ -8,6 +8,10 @@ step's gradients follow from the merged ones; with `w = exp(lse_step - lse)`:
     grad_lse_step = w * sum(grad_out * (out_step - out))
 
 and the rest is the kernel's own backward, that of the log-sum-exp included.
+
+From three ranks on the ring's template hands gradients of keys on in the wrong direction, so that
+they come home to other keys. Those are computed here then (`ring_gradients`), and the template is
+given all of them in its first step and zeros after that.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch import Tensor
 from polyattn.errors import Unsupported
 from polyattn.integrations.diffusers.library import library
 from polyattn.integrations.diffusers.on_this_rank import attend, over_four_dims
+from polyattn.integrations.diffusers.ring_gradients import ring_gradients
 from polyattn.selection import scopes
 
 __all__ = ["attend_over_ranks"]
@@ -158,6 +163,8 @@ def _forward(
         ctx.save_for_backward(query, key, value)
         ctx.polyattn_call = attn_mask, is_causal, scale
         ctx.polyattn_asked = scopes.current_scope(), scopes.local.module
+        ctx.polyattn_over = getattr(_parallel_config, "context_parallel_config", None)
+        ctx.polyattn_step = 0
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, return_lse)
 
 
@@ -179,10 +186,53 @@ def _backward(
             "backward pass cannot be differentiated; expected first derivatives, or no context "
             "parallelism."
         )
+    ring = ctx.polyattn_over.ring_degree if ctx.polyattn_over is not None else 1
+    if ring > 1 and lse is None:
+        raise Unsupported(
+            "got gradients under a ring of a diffusers whose template does not hand on the keys "
+            "that have come; expected a newer one (0.42 does), or ulysses_degree."
+        )
     given = [query, key, value]
     if any(one is None for one in given):  # once: checkpointing hands saved tensors out no second
         given = [x if one is None else one for x, one in zip(ctx.saved_tensors, given, strict=True)]
-    arrays = [one.detach().requires_grad_() for one in given if one is not None]
+    q, k, v = (one for one in given if one is not None)
+    if ring > 2:
+        return _around_ring(ctx, grad_out, (q, k, v), out, lse)
+    return _of_step(ctx, grad_out, q, k, v, out, lse)
+
+
+def _around_ring(
+    ctx: Any,
+    grad_out: Tensor,
+    arrays: tuple[Tensor, Tensor, Tensor],
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return all gradients in the first of the template's steps, zeros in the others."""
+    over, step = ctx.polyattn_over, ctx.polyattn_step
+    if step:
+        ctx.polyattn_step = (step + 1) % over.ring_degree
+        return (grad_out.new_zeros(()),) * 3
+
+    def of_keys(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return _of_step(ctx, grad_out, arrays[0], key, value, out, lse)
+
+    found = ring_gradients(of_keys, *arrays, over._ring_mesh.get_group())
+    ctx.polyattn_step = 1  # now, so that a pass that failed begins anew
+    return found
+
+
+def _of_step(
+    ctx: Any,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients that come of these keys alone."""
+    arrays = [one.detach().requires_grad_() for one in (query, key, value)]
     attn_mask, is_causal, scale = ctx.polyattn_call
     with torch.enable_grad(), _asked(*ctx.polyattn_asked):
         q, k, v = arrays

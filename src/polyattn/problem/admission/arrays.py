@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
 
-__all__ = ["ArrayFacts", "Front", "Other", "Surroundings", "described", "kind_of"]
+__all__ = ["ArrayFacts", "Front", "Other", "Surroundings", "described", "kind_of", "no_array"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,11 @@ def described(x: Any, front: Front) -> str:
     """Describe an argument for an error: shape, dtype and device, or its type."""
     found = x if isinstance(x, (ArrayFacts, Other)) else front.facts(x)
     return str(found) if isinstance(found, ArrayFacts) else f"of type {found.type_name}"
+
+
+def no_array(what: str, found: Other, front: Front) -> InvalidProblem:
+    """Return the error about an argument that is no array of the front-end's."""
+    hint = f"; {found.hint}" if found.hint else ""
+    return InvalidProblem(
+        f"got {what} of type {found.type_name}, expected a {front.array_type}{hint}."
+    )

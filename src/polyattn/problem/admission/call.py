@@ -11,7 +11,7 @@ from polyattn.masks import Mask
 from polyattn.masks.biases import Bias
 from polyattn.masks.simplify import simplify
 from polyattn.problem import DTYPES, LAYOUTS, MaskFacts, Problem
-from polyattn.problem.admission.arrays import ArrayFacts, Front, Other, kind_of
+from polyattn.problem.admission.arrays import ArrayFacts, Front, Other, kind_of, no_array
 from polyattn.problem.admission.masks import (
     check_bias_shape,
     check_devices,
@@ -109,10 +109,7 @@ def _not_read(payload: Any) -> None:
 def _input(name: str, x: Any, layout: str, front: Front) -> ArrayFacts:
     found = front.facts(x)
     if isinstance(found, Other):
-        hint = f"; {found.hint}" if found.hint else ""
-        raise InvalidProblem(
-            f"got {name} of type {found.type_name}, expected a {front.array_type}{hint}."
-        )
+        raise no_array(name, found, front)
     if found.form != "strided":
         raise InvalidProblem(
             f"got a nested or sparse {name}, expected a strided tensor; pass packed rows with "
@@ -225,10 +222,12 @@ def _added(
 
 def _bias(bias: Bias, device: str, front: Front) -> ArrayFacts:
     found = front.facts(bias.payload)
-    if isinstance(found, Other) or found.device != device:
-        where = found.type_name if isinstance(found, Other) else found.device
+    if isinstance(found, Other):
+        raise no_array(f"a {type(bias).__name__}", found, front)
+    if found.device != device:
         raise InvalidProblem(
-            f"got {bias!r} on {where}, expected a {front.array_type} on {device}; move it there."
+            f"got {bias!r} on {found.device}, expected a {front.array_type} on {device}; move it "
+            "there."
         )
     return found
 
@@ -236,7 +235,7 @@ def _bias(bias: Bias, device: str, front: Front) -> ArrayFacts:
 def _sinks(sinks: Any, heads: int, device: str, front: Front) -> ArrayFacts:
     found = front.facts(sinks)
     if isinstance(found, Other):
-        raise InvalidProblem(f"got sinks of type {found.type_name}, expected a {front.array_type}.")
+        raise no_array("sinks", found, front)
     if len(found.shape) not in (1, 2) or found.shape[0] != heads or 0 in found.shape:
         raise InvalidProblem(
             f"got sinks of shape {found.shape}, expected (N,) or (N, M) with N = {heads}."

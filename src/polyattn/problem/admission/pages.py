@@ -8,7 +8,7 @@ from typing import Any
 from polyattn.errors import InvalidProblem
 from polyattn.masks import Mask
 from polyattn.problem import MaskFacts, Problem
-from polyattn.problem.admission.arrays import ArrayFacts, Front, described
+from polyattn.problem.admission.arrays import ArrayFacts, Front, Other, described, no_array
 from polyattn.problem.admission.call import admit
 
 __all__ = ["admit_pages", "check_lengths"]
@@ -39,7 +39,9 @@ def admit_pages(
         )
     _check_mask(mask)
     rows = front.facts(table)
-    if not isinstance(rows, ArrayFacts) or len(rows.shape) != 2:
+    if isinstance(rows, Other):
+        raise no_array("a block table", rows, front)
+    if len(rows.shape) != 2:
         raise InvalidProblem(
             f"got a block table {described(table, front)}, expected a "
             f"{front.array_type} (B, most pages)."
@@ -86,12 +88,9 @@ def _check_mask(mask: Any) -> None:
 
 def _check_integers(name: str, x: Any, shape: tuple[int, ...], device: str, front: Front) -> None:
     found = front.facts(x)
-    if (
-        not isinstance(found, ArrayFacts)
-        or found.shape != shape
-        or found.dtype not in _INTEGERS
-        or found.device != device
-    ):
+    if isinstance(found, Other):
+        raise no_array(name, found, front)
+    if found.shape != shape or found.dtype not in _INTEGERS or found.device != device:
         raise InvalidProblem(
             f"got {name} {described(x, front)}, expected integers {shape} on {device}."
         )

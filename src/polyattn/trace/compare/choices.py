@@ -1,8 +1,9 @@
-"""Choices: integers and booleans that a model makes of rounded numbers, as a router its experts.
+"""Choices that a model makes of rounded numbers: a router its experts, a detector its proposals.
 
 Two numbers that are nearly the same are told apart by their rounding. In bfloat16 and float16 a
 right port so chooses another expert now and then, and everything that follows has other values, of
-other shapes even: only modules that are fed the reference's own inputs can be judged from there on.
+other shapes even. What is sorted by such numbers has some of its rows in another order, in float32
+too. Only modules that are fed the reference's own inputs can be judged from there on.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from polyattn.trace.compare.judge import coarse
 
 __all__ = ["Choices"]
 
+# an eighth of the rows in other places, if what is in one says nothing of the next
+_FEW = 0.5
+_UNSEEN = 1e-3
+
 
 class Choices:
     """`first`: the event of the first choice that rounding may have made, or None."""
 
     def __init__(self) -> None:
         self.first: Event | None = None
+        self._sorted = False
 
     def behind(
         self, event: Event, source: float, usual: float, agreed: Collection[tuple[object, ...]]
@@ -29,6 +35,8 @@ class Choices:
         `source`: the largest error among what the event was computed from; `usual`: up to which
         error its rounded numbers are off as others are; `agreed`: what was the same before.
         """
+        if self.first is None and source > 0 and _ranked(event):
+            self.first, self._sorted = event, True
         if self.first is None and source > 0 and any(_made(event, agreed)):
             main = next((one for one in event.tensors if one.main), None)
             off = main is not None and main.limit.how != "exact" and main.ratio > 1
@@ -41,11 +49,29 @@ class Choices:
         if self.first is not None:
             name = self.first.call.b.module or "the model"
             what = "returns" if self.first.out else "is given"
+            if self._sorted:
+                yield (
+                    f"{name!r}: rounding may decide in which order some of the values are that it "
+                    f"{what}, as where a detector takes its best proposals, and what follows may "
+                    "differ because of it: isolate the modules"
+                )
+                return
             yield (
                 f"{name!r}: rounding may decide which integers or booleans it {what}, as a router "
                 "its experts, and what follows may differ because of it: isolate the modules, or "
                 "run both in float32"
             )
+
+
+def _ranked(event: Event) -> bool:
+    """Whether all that differs has the same values, a few of them in other places.
+
+    A fault of layout, as a wrong transpose, moves nearly all of them.
+    """
+    off = [one.distance for one in event.tensors if one.ratio > 1 and one.distance.comparable]
+    moved = any(one.order for one in off)
+    # rows that are nearly the same may change places unseen
+    return moved and all(one.error < (_FEW if one.order else _UNSEEN) for one in off)
 
 
 def _made(event: Event, agreed: Collection[tuple[object, ...]]) -> Iterator[Tensor]:
