@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import Unsupported
-from polyattn.integrations.diffusers.library import library
+from polyattn.integrations.diffusers.library import library, ring_group
 from polyattn.integrations.diffusers.on_this_rank import attend, over_four_dims
 from polyattn.integrations.diffusers.ring_gradients import ring_gradients
 from polyattn.selection import scopes
@@ -217,7 +217,7 @@ def _around_ring(
     def of_keys(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return _of_step(ctx, grad_out, arrays[0], key, value, out, lse)
 
-    found = ring_gradients(of_keys, *arrays, over._ring_mesh.get_group())
+    found = ring_gradients(of_keys, *arrays, ring_group(over))
     ctx.polyattn_step = 1  # now, so that a pass that failed begins anew
     return found
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from polyattn.errors import MissingDependency, Unsupported
 
-__all__ = ["HOME", "NAME", "OLDEST", "TESTED", "Library", "library", "require"]
+__all__ = ["HOME", "NAME", "OLDEST", "TESTED", "Library", "library", "require", "ring_group"]
 
 HOME = "diffusers.models.attention_dispatch"
 """The module that has the dispatcher."""
@@ -60,3 +60,8 @@ def library() -> Library:
         home["_AttentionBackendRegistry"],
         home["_templated_context_parallel_attention"],
     )
+
+
+def ring_group(config: Any) -> Any:
+    """Return the ranks of a context parallel configuration's ring, after diffusers set it up."""
+    return vars(config)["_ring_mesh"].get_group()
