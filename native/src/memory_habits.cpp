@@ -16,16 +16,18 @@ bool is_made_by(unsigned signature) noexcept {
   return __get_cpuid(0, &eax, &ebx, &ecx, &edx) != 0 && ebx == signature;
 }
 bool is_intel() noexcept { return is_made_by(signature_INTEL_ebx); }
+bool is_amd() noexcept { return is_made_by(signature_AMD_ebx); }
 
 // Family 25 is Zen 3 too, which has no AVX-512.
 bool is_zen_4() noexcept {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!is_made_by(signature_AMD_ebx) || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+  if (!is_amd() || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
   return (eax >> 8 & 0xf) + (eax >> 20 & 0xff) == 25;
 }
 #else
 constexpr bool kX86 = false;
 constexpr bool is_intel() noexcept { return false; }
+constexpr bool is_amd() noexcept { return false; }
 constexpr bool is_zen_4() noexcept { return false; }
 #endif
 
@@ -36,5 +38,6 @@ const bool codes_together = is_intel();
 int64_t page_heads_together_from = is_zen_4() ? int64_t{1} << 26 : INT64_MAX;
 bool tile_by_tile = is_intel();
 bool fetch_meanwhile = kX86;
+bool fetch_between_blocks = is_amd();
 
 }  // namespace polyattn

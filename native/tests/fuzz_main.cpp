@@ -75,6 +75,7 @@ int main(int count, char** words) {
     polyattn::page_heads_together_from = random.bits() & 1 ? 0 : INT64_MAX;
     polyattn::tile_by_tile = random.bits() & 1;
     polyattn::fetch_meanwhile = random.bits() & 1;
+    polyattn::fetch_between_blocks = random.bits() & 1;
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
   }
   std::printf("%lld inputs, %lld calls accepted and run\n", static_cast<long long>(done),

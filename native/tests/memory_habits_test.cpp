@@ -120,7 +120,7 @@ struct Call {
   }
 
   std::vector<uint8_t> run(const Kernels& kernels, bool habit) {
-    pages_in_turn = tile_by_tile = fetch_meanwhile = habit;
+    pages_in_turn = tile_by_tile = fetch_meanwhile = fetch_between_blocks = habit;
     expect(kernels.forward(a), "a call had no memory");
     return out;
   }
@@ -226,11 +226,12 @@ void heads_of_small_pages() {
 }
 
 void no_bit_changes() {
-  const bool before[] = {pages_in_turn, tile_by_tile, fetch_meanwhile};
+  const bool before[] = {pages_in_turn, tile_by_tile, fetch_meanwhile, fetch_between_blocks};
   for (const Kernels* const* set = available(); *set != nullptr; ++set) {
     if (!(*set)->prepare || (*set)->prepare() == nullptr) no_bit_changes(**set);
   }
   pages_in_turn = before[0], tile_by_tile = before[1], fetch_meanwhile = before[2];
+  fetch_between_blocks = before[3];
 }
 
 }  // namespace

@@ -96,6 +96,9 @@ class ForwardStrip {
     careful ? values_by_row(w, s, visit, out) : values(w, item, s, visit, out);
   }
 
+  // Who fetches between register blocks, not only between tiles.
+  static Fetcher* between(const Workspace& w) { return fetch_between_blocks ? w.fetcher : nullptr; }
+
   // Scores of one tile, as the soft-max takes them, and what they raise the rows' maxima to.
   void score_tile(Workspace& w, const Item& item, const Strip& s, const float* q, const Visit& visit, int n,
                   float* to, float* tops) const {
@@ -110,12 +113,12 @@ class ForwardStrip {
         const Span seen = seen_keys(words, r, end, S::kLanes, tile.columns);
         const Piece part{q + r * d_.q_units, piece.b + seen.low, k_units_};
         multiply<S, U, Into::set>(&part, 1, strides, end - r, seen.high - seen.low,
-                                  to + r * kScoreRow + seen.low);
+                                  to + r * kScoreRow + seen.low, nullptr, between(w));
       }
     } else if (kCoded<C> || units_.kind == Scores::natural) {
-      multiply<S, U, Into::set>(&piece, 1, strides, s.count, tile.columns, to);
+      multiply<S, U, Into::set>(&piece, 1, strides, s.count, tile.columns, to, nullptr, between(w));
     } else {
-      multiply<S, U, Into::set_max>(&piece, 1, strides, s.count, tile.columns, to, tops);
+      multiply<S, U, Into::set_max>(&piece, 1, strides, s.count, tile.columns, to, tops, between(w));
       return;
     }
     settle_tile(w, item, s, visit, n, to, tops);
@@ -148,9 +151,10 @@ class ForwardStrip {
     return {p + low, values_of(w, item, tile) + low * d_.v_columns, seen.high / U::kValues - low};
   }
 
-  void add_pieces(const Piece* pieces, int count, int64_t first, int64_t end, float* out) const {
+  void add_pieces(const Workspace& w, const Piece* pieces, int count, int64_t first, int64_t end,
+                  float* out) const {
     multiply<S, U, Into::add>(pieces, count, {kScoreRow, 1, d_.v_columns, d_.v_columns}, end - first,
-                              d_.v_columns, out + first * d_.v_columns);
+                              d_.v_columns, out + first * d_.v_columns, nullptr, between(w));
   }
 
   void values(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, float* out) const {
@@ -167,7 +171,7 @@ class ForwardStrip {
         pieces[count] = piece_of(w, item, visit, n, r, end);
         if (pieces[count].count > 0) ++count;
       }
-      add_pieces(pieces, count, r, end, out);
+      add_pieces(w, pieces, count, r, end, out);
     }
   }
 
@@ -177,7 +181,7 @@ class ForwardStrip {
     for (int n = 0; n < visit.tiles; ++n) {
       w.fetcher->some();
       const Piece piece = piece_of(w, item, visit, n, 0, s.count);
-      add_pieces(&piece, 1, 0, s.count, out);
+      add_pieces(w, &piece, 1, 0, s.count, out);
     }
   }
 

@@ -8,15 +8,15 @@
 namespace polyattn::POLYATTN_NAMESPACE {
 
 // c = [c +] sum over pieces of a @ b; columns a multiple of the lanes. In tiles, the units of a piece are
-// a multiple of kTileUnits, and nobody asks for maxima.
+// a multiple of kTileUnits, and nobody asks for maxima or has a fetcher.
 template <class S, class U, Into kInto>
 inline void multiply(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns, float* c,
-                     float* tops = nullptr) {
+                     float* tops = nullptr, Fetcher* fetcher = nullptr) {
   if constexpr (U::kInTiles) {
     TileProduct<S, U, kInto> product;  // its memory is not cleared
     product.run(pieces, count, s, rows, columns, c);
   } else {
-    multiply_vectors<S, U, kInto>(pieces, count, s, rows, columns, c, tops);
+    multiply_vectors<S, U, kInto>(pieces, count, s, rows, columns, c, tops, fetcher);
   }
 }
 

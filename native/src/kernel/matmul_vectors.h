@@ -1,7 +1,8 @@
 // The register block: kRowBlock rows by kColumnBlock vectors of sums stay in registers while the
-// summed dim runs; one broadcast of A meets a row of B.
+// summed dim runs; one broadcast of A meets a row of B. With a fetcher, what is needed next is fetched between pieces.
 #pragma once
 
+#include "kernel/fetcher.h"
 #include "kernel/operands.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
@@ -33,7 +34,7 @@ POLYATTN_INLINE void accumulate(Sums<S, R, C>& sums, const float* a, int64_t a_r
 
 template <class S, class U, int R, int C, Into kInto>
 POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t row, int64_t column, float* c,
-                           float* tops) {
+                           float* tops, Fetcher* fetcher) {
   using Vec = typename S::Vec;
   Sums<S, R, C> sums;
   c += row * s.c_row + column;
@@ -44,6 +45,7 @@ POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t ro
       sums.v[r][i] = kInto == Into::add ? S::load(c + r * s.c_row + i * S::kLanes) : S::zero();
   }
   for (int p = 0; p < count; ++p) {
+    if (fetcher) fetcher->some();
     accumulate<S, U, R, C>(sums, pieces[p].a + row * s.a_row, s.a_row, s.a_step, pieces[p].b + column,
                            s.b_row, pieces[p].count);
   }
@@ -63,36 +65,36 @@ POLYATTN_INLINE void block(const Piece* pieces, int count, Strides s, int64_t ro
 
 template <class S, class U, int C, Into kInto>
 __attribute__((noinline)) void column_of_blocks(const Piece* pieces, int count, Strides s, int64_t rows,
-                                                int64_t column, float* c, float* tops) {
+                                                int64_t column, float* c, float* tops, Fetcher* fetcher) {
   int64_t r = 0;
   for (; r + S::kRowBlock <= rows; r += S::kRowBlock)
-    block<S, U, S::kRowBlock, C, kInto>(pieces, count, s, r, column, c, tops);
+    block<S, U, S::kRowBlock, C, kInto>(pieces, count, s, r, column, c, tops, fetcher);
   if (r + 4 <= rows) {
-    block<S, U, 4, C, kInto>(pieces, count, s, r, column, c, tops);
+    block<S, U, 4, C, kInto>(pieces, count, s, r, column, c, tops, fetcher);
     r += 4;
   }
   if (r + 2 <= rows) {
-    block<S, U, 2, C, kInto>(pieces, count, s, r, column, c, tops);
+    block<S, U, 2, C, kInto>(pieces, count, s, r, column, c, tops, fetcher);
     r += 2;
   }
-  if (r < rows) block<S, U, 1, C, kInto>(pieces, count, s, r, column, c, tops);
+  if (r < rows) block<S, U, 1, C, kInto>(pieces, count, s, r, column, c, tops, fetcher);
 }
 
 template <class S, class U, Into kInto>
 inline void multiply_vectors(const Piece* pieces, int count, Strides s, int64_t rows, int64_t columns,
-                             float* c, float* tops) {
+                             float* c, float* tops, Fetcher* fetcher = nullptr) {
   constexpr int64_t kPanel = int64_t{S::kColumnBlock} * S::kLanes;
   int64_t column = 0;
   for (; column + kPanel <= columns; column += kPanel)
-    column_of_blocks<S, U, S::kColumnBlock, kInto>(pieces, count, s, rows, column, c, tops);
+    column_of_blocks<S, U, S::kColumnBlock, kInto>(pieces, count, s, rows, column, c, tops, fetcher);
   if constexpr (S::kColumnBlock > 2) {
     if (column + 2 * S::kLanes <= columns) {
-      column_of_blocks<S, U, 2, kInto>(pieces, count, s, rows, column, c, tops);
+      column_of_blocks<S, U, 2, kInto>(pieces, count, s, rows, column, c, tops, fetcher);
       column += 2 * S::kLanes;
     }
   }
   for (; column < columns; column += S::kLanes)
-    column_of_blocks<S, U, 1, kInto>(pieces, count, s, rows, column, c, tops);
+    column_of_blocks<S, U, 1, kInto>(pieces, count, s, rows, column, c, tops, fetcher);
 }
 
 }  // namespace polyattn::POLYATTN_NAMESPACE

@@ -37,18 +37,17 @@ FAULTS = {
 }
 
 
-RARE = ("retire", "drain", "finish")
+RARE = {"retire": 305, "drain": 137, "finish": 110}
+"""Faults that few schedules meet, each with the first one that does, which is tried first."""
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.slow if f in RARE else ()) for f in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_order_is_found(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any one of what orders copies and computations the same schedules go wrong."""
     monkeypatch.setattr(SimulatedCarrier, fault, FAULTS[fault])
-    assert any(wrong_in(seed, tmp_path) for seed in range(1000))
+    assert any(wrong_in(seed, tmp_path) for seed in (RARE.get(fault, 0), *range(1000)))
 
 
 @pytest.mark.parametrize(
