@@ -86,3 +86,38 @@ def test_a_child_s_end_is_told_and_handlers_are_left_as_they_were() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     ended = run_child([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert ended.returncode == -9
+
+
+_DEAF = """
+import os, signal, sys, time
+from polyattn.cli.supervise import scratch_folder, told_to_end
+
+first, second = (getattr(signal, name) for name in sys.argv[1:])
+with told_to_end(), scratch_folder("scratch-") as folder:
+    for each in range(20):
+        (folder / str(each)).touch()
+    remove = os.unlink
+    def unlink(*given, **options):
+        signal.raise_signal(second)
+        remove(*given, **options)
+    os.unlink = unlink
+    try:
+        signal.raise_signal(first)
+    finally:
+        if second != signal.SIGINT:
+            signal.raise_signal(second)  # amid the ending, at once: it is the same request
+"""
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGHUP"])
+def test_a_second_signal_at_once_does_not_break_the_ending_off(
+    first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", _DEAF, first, second], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 128 + getattr(signal, first), done.stderr
+    assert not list(tmp_path.iterdir())
+    assert done.stderr == ""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,22 @@ def test_json_the_kept_trace_and_a_trace_of_the_port(
     capfd.readouterr()
     assert main(["trace", "diff", "ref.jsonl", "fed.jsonl"]) == 1
     assert "the code of '0' itself" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("caught", [False, True])
+def test_told_to_end_while_the_program_runs(
+    caught: bool, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = "except SystemExit" if caught else "finally"
+    end = f"import signal\ntry: signal.raise_signal(signal.SIGTERM)\n{way}: pass\n"
+    Path("told.py").write_text(PROGRAM + end)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert isolate("--port", "ref.jsonl", "told.py") == 128 + signal.SIGTERM
+    assert not list((tmp_path / "scratch").glob("polyattn-*"))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_in_a_wider_dtype(program: str) -> None:

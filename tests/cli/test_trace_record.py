@@ -71,6 +71,27 @@ class TestRecord:
         assert run.header.argv == ("program.py", "--fail", "x")
         assert {record.module for record in run.records} == {"", "up", "act", "down"}
 
+    @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+    def test_a_program_that_goes_to_another_folder(self, folder, capsys, first):
+        """Before or after its first model is called; what was named is meant from where we were."""
+        pytest.importorskip("safetensors")
+        call = "net(torch.ones(1, 2)); "
+        Path("away.py").write_text(
+            "import inspect, os, sys, torch\nnet = torch.nn.Linear(2, 2)\ndef here(): pass\n"
+            f"{'' if first else call}os.mkdir('away'); os.chdir('away'); {call}\n"
+            "print(len(open(__file__).read()), inspect.getsource(here), sys.argv)\n"
+        )
+        code, out, err = trace(
+            capsys, "record", "--out", "run.jsonl", "--tensors", "", "--json=said.json", "away.py"
+        )
+        assert code == 0, err
+        assert out.startswith(f"{Path('away.py').stat().st_size} def here()")
+        assert "['away.py']" in out
+        assert "Linear: run.jsonl: " in err
+        assert json.loads(Path("said.json").read_text())["problems"] == []
+        assert all(Path(one.file).is_file() for one in read("run.jsonl").records)
+        assert not list(Path("away").iterdir())
+
     def test_an_executor_that_nobody_shut_down(self, folder):
         """Its threads end with the interpreter only; what they have to do is waited for."""
         Path("pools.py").write_text(

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn.cli.fuzz import main
 from polyattn.conformance import Case, Report, random_case, run
-from polyattn.conformance.fuzz import main, run_case
+from polyattn.conformance.fuzz import run_case
 from polyattn.conformance.inputs import build
 from polyattn.conformance.shrink import shrink
 from polyattn.conformance.tolerance import Yardstick, measure

@@ -13,9 +13,10 @@ jax = pytest.importorskip("jax")
 
 from polyattn import settings
 from polyattn.backends.reference import jax as reference
+from polyattn.cli.fuzz import main
 from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict, examine, subject
-from polyattn.conformance.fuzz import main, run
+from polyattn.conformance.fuzz import run
 from polyattn.selection.backend import Available, Backend
 from polyattn.selection.capabilities import ALL_MASKS, Capabilities
 from polyattn.selection.registry import registry

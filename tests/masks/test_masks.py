@@ -221,6 +221,8 @@ def test_truth_and_wrong_joins() -> None:
         lambda: Dilated(True),
         lambda: FirstKeys(-1),
         lambda: Not(None),
+        lambda: Dense(np.ma.array([[True]], mask=True)),
+        lambda: Padding(np.ma.array([1, 2], mask=[False, True])),
     ],
 )
 def test_wrong_masks_are_clear_errors(make: object) -> None:

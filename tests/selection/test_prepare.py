@@ -215,6 +215,19 @@ def test_what_raises_while_it_is_loaded_is_distrusted(
         attention(Q, Q, Q, backend="odd")
 
 
+def test_a_second_import_of_the_package_says_what_to_do(plug_in: Callable[..., Backend]) -> None:
+    def load() -> None:
+        for _ in range(2):  # as after `del sys.modules[...]` of polyattn's modules
+            library = torch.library.Library("polyattn", "FRAGMENT")
+            kept.append(library)
+            library.define("of_a_test(Tensor x) -> Tensor")
+
+    kept: list[torch.library.Library] = []
+    plug_in(load)
+    with pytest.raises(MissingDependency, match=r"imported anew in this .*start a new process"):
+        attention(Q, Q, Q, backend="odd")
+
+
 @pytest.mark.parametrize("part", ["load", "prepare"])
 @pytest.mark.parametrize("error", FAULTS, ids=repr)
 @pytest.mark.usefixtures("odd_is_fastest")

@@ -150,12 +150,20 @@ _BESIDE_PLAIN: dict[str, Any] = {
     "slopes": lambda spread: {"bias": Alibi(spread(torch.ones(4)))},
     "sinks": lambda spread: {"sinks": spread(torch.ones(4))},
     "lengths": lambda spread: {"mask": Padding(kv_lengths=spread(torch.tensor([3])))},
+    "starts": lambda spread: {"mask": LeftPadding(kv_starts=spread(torch.tensor([3])))},
+    "ids": lambda spread: {"mask": Segments(spread(torch.zeros(1, 5, dtype=torch.int64)))},
+    "prefixes": lambda spread: {"mask": Causal() & PrefixLM(spread(torch.tensor([3])))},
 }
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["first", "after a plain call"])
 @pytest.mark.parametrize("case", _BESIDE_PLAIN)
-def test_spread_arrays_beside_plain_ones_are_told_how_to_be_passed(case: str, mesh: Any) -> None:
+def test_spread_arrays_beside_plain_ones_are_told_how_to_be_passed(
+    case: str, again: bool, mesh: Any
+) -> None:
     x = torch.randn(1, 5, 4, 8)
+    if again:  # whose class, signatures and sizes are those of the next one
+        attention(x, x, x, **_BESIDE_PLAIN[case](lambda one: one))
     with pytest.raises(InvalidProblem, match=r"DTensor.*full_tensor"):
         attention(x, x, x, **_BESIDE_PLAIN[case](lambda one: _on_all(one, mesh)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from polyattn.errors import MissingDependency, PolyattnError
 __all__ = ["main"]
 
 YES, NO, CANNOT_SAY = 0, 1, 2
+_OF_OUTPUT = (errno.ENOSPC, errno.EPIPE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_outputs(options)
         return commands[options.what](options)
     except (PolyattnError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _OF_OUTPUT:
+            raise  # of standard output: for all commands the same is said
         say(f"polyattn bench: {error}", error=True)
         return CANNOT_SAY
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,14 @@ def _lacking(record: Mapping[str, Any]) -> str:
 def _is_spread(value: object) -> bool:
     if not isinstance(value, dict):
         return False
-    return all(type(value.get(name)) in (int, float) for name in ("median", "q1", "q3"))
+    return all(_is_finite(value.get(name)) for name in ("median", "q1", "q3"))
+
+
+def _is_finite(number: object) -> bool:
+    """Whether it is a number that can be compared and subtracted as a float."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    return abs(number) <= sys.float_info.max
 
 
 _MEASURES = {

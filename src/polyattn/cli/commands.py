@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -37,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "polyattn.cli.offload",
         "models that do not fit: what would stream, and how long a pass would take",
     ),
-    "fuzz": ("polyattn.conformance.fuzz", "random problems against the float64 reference"),
+    "fuzz": ("polyattn.cli.fuzz", "random problems against the float64 reference"),
 }
 """Each command: the module whose ``main(argv)`` it is, imported when it is used, and its line."""
 _WITH_CHILDREN = ("bench",)
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _drop_output()
             return 141
         except KeyboardInterrupt:
+            if argv is None:
+                _end_quietly()
             print("interrupted", file=sys.stderr)
             return 130
         except OSError as error:
@@ -67,7 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
+        if argv is None:
+            _end_quietly()
     return code
+
+
+def _end_quietly() -> None:
+    """Have this process end with the code that is returned, whatever else is typed meanwhile.
+
+    From here on a further Ctrl-C ends it at once: the interpreter's own end would break off with
+    tracebacks.
+    """
+    handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # by a program
+    if threading.current_thread() is threading.main_thread() and not handled:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # An interrupt that has passed through C code which runs Python's, as imports of frameworks do,
+    # has the interpreter end by SIGINT at last, whatever is returned; what is run next clears that.
+    exec("")
 
 
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import concurrent.futures.thread
+import contextlib
+import importlib.machinery
 import io
 import os
 import re
@@ -54,16 +56,28 @@ def _advice(name: str) -> str:
 
 
 def run_program(program: Sequence[str]) -> int:
-    """Run it and return its exit code; ``sys.argv``, ``sys.path``, ``__main__`` are put back.
+    """Run it and return its exit code.
 
-    The program's threads that are no daemons are waited for, as the interpreter would.
+    ``sys.argv``, ``sys.path``, ``__main__`` and the current folder are put back: files that were
+    named before it ran are meant from there. The program's threads that are no daemons are waited
+    for, as the interpreter would.
     """
     saved = sys.argv, list(sys.path), sys.modules["__main__"]
-    ours = frozenset(threading.enumerate())
+    ours, folder = frozenset(threading.enumerate()), _current_folder()
     try:
         return _exit_code(_starter(list(program)), ours)
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = saved
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+
+
+def _current_folder() -> str:
+    """Return where this process is; the same by its short name where it is deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.curdir
 
 
 def _starter(program: list[str]) -> Callable[[], object]:
@@ -96,11 +110,13 @@ def _typed() -> str | bytes:
 
 
 def _run_script(path: str) -> None:
-    with io.open_code(str(Path(path).resolve())) as file:
-        _run_code(file.read(), path, file=path)
+    whole = os.path.abspath(path)  # as Python names it: the program may go to another folder
+    loader = importlib.machinery.SourceFileLoader("__main__", whole)
+    with io.open_code(whole) as file:
+        _run_code(file.read(), whole, file=whole, cached=None, loader=loader)
 
 
-def _run_code(text: str | bytes, name: str, **told: str) -> None:
+def _run_code(text: str | bytes, name: str, **told: object) -> None:
     """Execute a text as ``__main__``, in a module that stays alive for the program's threads."""
     main = types.ModuleType("__main__")
     main.__dict__.update({f"__{key}__": value for key, value in told.items()})

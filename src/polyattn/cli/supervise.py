@@ -13,21 +13,28 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from polyattn.errors import PolyattnError
 
-__all__ = ["interpreter_options", "run_child", "run_supervised", "told_to_end"]
+__all__ = [
+    "interpreter_options", "run_child", "run_supervised", "scratch_folder", "told_to_end",
+]  # fmt: skip
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _OF_SOMEBODY = 0
 """The code of a signal that a process has sent (SI_USER); the terminal's has another."""
 _ENDING = ("SIGTERM", "SIGHUP")
 _PATIENCE_S = 5.0
+_ONE_S = 0.5
+"""Within which signals are one request: a shell and the terminal both send SIGHUP."""
 
 
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
@@ -49,19 +56,28 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 
 @contextmanager
-def told_to_end() -> Iterator[None]:
+def told_to_end() -> Iterator[list[int]]:
     """Have SIGTERM and SIGHUP raise SystemExit(128 + N) where nobody handles or ignores them.
 
-    Children and files of what runs within go then as they do after Ctrl-C.
+    Children and files of what runs within go then as they do after Ctrl-C. Yields the list of the
+    exit codes that were raised, for where somebody else's code may have caught them.
     """
     held: list[signal.Signals] = []
-    here = os.getpid()
+    codes: list[int] = []
+    here, first = os.getpid(), 0.0
 
     def told(number: int, frame: FrameType | None) -> None:
-        for one in held:  # a second one, amid the ending, ends it as ever
-            signal.signal(one, signal.SIG_DFL)
-        if os.getpid() != here:  # a forked child: the files are its parent's
+        nonlocal first
+        now, ours = time.monotonic(), os.getpid() == here  # of a forked child: its parent's files
+        if ours and codes and now - first < _ONE_S:
+            return
+        if codes or not ours:  # a second one, amid the ending, ends it as ever
+            for one in held:
+                signal.signal(one, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            return
+        first = now
+        codes.append(128 + number)
         raise SystemExit(128 + number)
 
     if threading.current_thread() is threading.main_thread():
@@ -70,10 +86,36 @@ def told_to_end() -> Iterator[None]:
     try:
         for one in held:
             signal.signal(one, told)
-        yield
+        yield codes
     finally:
         for one in held:
             signal.signal(one, signal.SIG_DFL)
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Give a folder that is gone afterwards; no signal breaks its removal off."""
+    made = tempfile.TemporaryDirectory(prefix=prefix)
+    try:
+        yield Path(made.name)
+    finally:
+        with _deaf():
+            made.cleanup()
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Ignore what interrupts and ends, for a moment."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in ("SIGINT", *_ENDING) if hasattr(signal, name)]
+        before = {one: signal.signal(one, signal.SIG_IGN) for one in numbers}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            if handler is not None:  # one that C code has set cannot be put back
+                signal.signal(one, handler)
 
 
 def run_supervised(program: Sequence[str], environment: Mapping[str, str]) -> int:

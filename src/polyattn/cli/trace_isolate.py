@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polyattn.cli.arguments import parser, split_program
 from polyattn.cli.printing import note
 from polyattn.cli.program import check_program, run_program
-from polyattn.cli.supervise import run_child
+from polyattn.cli.supervise import run_child, scratch_folder, told_to_end
 from polyattn.cli.trace_isolate_ranks import Ranks
 from polyattn.cli.trace_verdict import add_options, report, rules_of, tolerance_of
 from polyattn.errors import TraceError
@@ -53,14 +52,13 @@ def main(argv: Sequence[str]) -> int:
     ranks.check(reference, "a reference")
     refuse_without_tensors(reference)  # before the program runs, for it may run long
     _name_files_of(ranks, options)
-    with tempfile.TemporaryDirectory(prefix="polyattn-isolate-") as made_here:
-        scratch = Path(made_here)
+    with told_to_end() as told, scratch_folder("polyattn-isolate-") as scratch:
         target = Path(options.out) if options.out else scratch / "isolated.jsonl"
         _refuse_what_is_there(options)
         port = read(options.port or _recorded(program, scratch / "port.jsonl", ranks))
         ranks.check(port, "a port's trace")
         run = _Replay(reference, port, rules, options)
-        code = run.run(program, scratch / "fed.jsonl")
+        code = run.run(program, scratch / "fed.jsonl", told)
         if options.moved is not None:
             run.write(target)
             return 0
@@ -178,8 +176,8 @@ def _moved(ours: Sequence[str], program: Sequence[str]) -> Iterator[Trace]:
         "noise of its arithmetic (--no-noise leaves them out)"
     )
     for seed in range(RERUNS):
-        with tempfile.TemporaryDirectory(prefix="polyattn-isolate-") as folder:
-            out = Path(folder) / "moved.jsonl"
+        with scratch_folder("polyattn-isolate-") as folder:
+            out = folder / "moved.jsonl"
             command = [sys.executable, "-m", "polyattn", "trace", "isolate", *ours]
             command += ["--out", str(out), "--moved", str(seed), "--", *program]
             run_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -206,8 +204,8 @@ class _Replay:
         self._stack = ExitStack()
         self._run: ActivationTrace | None = None
 
-    def run(self, program: Sequence[str], path: Path) -> int:
-        """Run it and return its exit code."""
+    def run(self, program: Sequence[str], path: Path, told: Sequence[int]) -> int:
+        """Run it and return its exit code; `told`: those of signals that asked for an end."""
         import torch
 
         from polyattn.hooks import trace_any
@@ -215,6 +213,8 @@ class _Replay:
         tracing = trace_any(path, after=self._feed_it, weights=False)
         with tracing, self._stack, torch.compiler.set_stance("force_eager"):
             code = run_program(program)
+        if told:  # while the program ran, which has ended with it or caught it
+            raise SystemExit(told[0])
         if self._run is None:
             raise TraceError(
                 "got a program that did not call the model whose trace is the port's, a "

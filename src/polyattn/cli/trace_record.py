@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
 import warnings
@@ -45,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     path = process_path(options.out)
     chosen = _chosen(options)
     code, found, problems = _record(program, path, chosen)
-    summaries = [(type(run.model).__name__, summary_of(run.path)) for run in found.runs]
+    summaries = [
+        (type(run.model).__name__, summary_of(_as_given(run.path, path))) for run in found.runs
+    ]
     whole = kept([one.path for _, one in summaries]) if options.tensors else None
     perturbation = chosen["perturb"]
     if options.json:
@@ -65,6 +68,11 @@ def main(argv: Sequence[str]) -> int:
     for line in [*problems, *said]:
         note(f"polyattn trace record: {line}")
     return code
+
+
+def _as_given(path: Path, named: Path) -> Path:
+    """Return a trace's path as --out named it: from the current folder, or the whole of it."""
+    return path if named.is_absolute() else Path(os.path.relpath(path))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polyattn.cli.printing import note
-from polyattn.cli.supervise import run_child
+from polyattn.cli.supervise import run_child, scratch_folder
 from polyattn.cli.trace_table import printable
 from polyattn.errors import TraceError
 from polyattn.trace import Trace, read
@@ -38,8 +37,8 @@ def reruns(
     options = recording_options(reference)
     for seed in range(1, count + 1):
         begin = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="polyattn-calibrate-") as folder:
-            found = _chosen(reference, _record(program, options, seed, Path(folder)), unsuitable)
+        with scratch_folder("polyattn-calibrate-") as folder:
+            found = _chosen(reference, _record(program, options, seed, folder), unsuitable)
         seconds = time.perf_counter() - begin
         note(
             f"polyattn trace calibrate: rerun {seed} of {count}: {len(found.records)} records, "

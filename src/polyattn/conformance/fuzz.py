@@ -1,13 +1,7 @@
-"""``polyattn fuzz``: random problems through every backend, at any length.
-
-Prints counts for each backend and a line for each failure that makes it again:
-``polyattn fuzz --backend NAME --case '...'``.
-"""
+"""Random problems through every backend, at any length: what ``polyattn fuzz`` runs."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +9,6 @@ from random import Random
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from polyattn.conformance.cases import Case
 from polyattn.conformance.check import Verdict, examine, subject
@@ -24,20 +17,18 @@ from polyattn.conformance.generate import random_case
 from polyattn.conformance.jax_calls import forget, on_device
 from polyattn.conformance.jax_ways import several_devices
 from polyattn.conformance.report import Failure, Report, Tally
-from polyattn.conformance.screen import bar, show_case, show_report
 from polyattn.conformance.shrink import shrink
-from polyattn.errors import InvalidProblem, PolyattnError, UnknownBackend
+from polyattn.errors import PolyattnError
 from polyattn.selection import scopes
 from polyattn.selection.registry import Backend, Missing, registry
 
-__all__ = ["main", "run", "run_case"]
+__all__ = ["run", "run_case"]
 
 Progress = Callable[[int, Report], None]
 _EVERY = {"flex": 10}  # FlexAttention outside a compiler costs torch 20 ms a call (its vmap)
 _FORGET = 500  # problems after which the front-end's table of calls is emptied
 _FORGET_COMPILED = 50  # and what JAX has compiled
 _SHRUNK = 5  # failures of one kind and backend that are made small; the rest are counted as found
-INTERRUPTED = 130
 
 
 def run(
@@ -214,112 +205,3 @@ def _dropout(report: Report, backend: Backend, seed: int, device: str) -> None:
         report.failures.append(
             Failure(verdict.outcome, backend.name, "", verdict.detail, device=device)
         )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns 0 nothing found, 1 something found, 2 used wrongly or nothing tested, 130 after Ctrl-C.
-    """
-    parser = _parser()
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as end:
-        return int(end.code or 0)
-    console, errors = Console(), Console(stderr=True)
-    if fault := _misused(args):
-        errors.print(f"polyattn fuzz: {fault}", style="red", highlight=False, markup=False)
-        return 2
-    before = torch.get_num_threads()
-    torch.set_num_threads(args.threads)  # tensors this small only wait for each other
-    try:
-        if args.case is not None:
-            return _main_case(args, console)
-        with bar(args.problems, errors) as progress:
-            report = run(
-                args.problems,
-                args.seed,
-                args.backend,
-                progress,
-                args.time_limit,
-                args.device,
-                args.compiled,
-                args.framework,
-            )
-    except (UnknownBackend, InvalidProblem, PolyattnError) as error:
-        errors.print(f"polyattn fuzz: {error}", style="red", highlight=False, markup=False)
-        return 2
-    finally:
-        torch.set_num_threads(before)
-    if args.json:
-        console.out(json.dumps(report.to_dict(), indent=2), highlight=False)
-    else:
-        show_report(report, console)
-    if report.ok and not report.tested and not report.interrupted:
-        errors.print(_nothing_tested(report), style="red", highlight=False, markup=False)
-        return 2
-    return INTERRUPTED if report.interrupted else 0 if report.ok else 1
-
-
-def _misused(args: argparse.Namespace) -> str:
-    """Say what the arguments ask for that there is not; nothing where they are fine."""
-    if args.framework == "jax" and args.compiled:
-        return "got --compiled with --framework jax, expected one of them: JAX compiles every case."
-    return ""
-
-
-def _nothing_tested(report: Report) -> str:
-    names = ", ".join(report.untested)
-    return (
-        f"polyattn fuzz: got no problem that {names} takes among {report.problems}, expected one "
-        "to judge it by. Look at what it declares (polyattn explain names the reasons), or ask for "
-        "more --problems."
-    )
-
-
-def _main_case(args: argparse.Namespace, console: Console) -> int:
-    case = Case.from_spec(args.case)
-    verdicts = run_case(case, args.backend, args.device, args.compiled, args.framework)
-    suspects = [name for name, v in verdicts.items() if v.fails or v.able]
-    if args.json:
-        rows = {name: vars(verdict) for name, verdict in verdicts.items()}
-        console.out(json.dumps({"case": case.spec, "verdicts": rows}, indent=2), highlight=False)
-    else:
-        show_case(case, verdicts, console)
-    if not suspects and all(v.outcome.startswith("refused") for v in verdicts.values()):
-        return 2  # nobody took it: nothing can be said
-    return 1 if suspects else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="polyattn fuzz", description="Random problems through every backend, against float64."
-    )
-    add = parser.add_argument
-    add("--problems", type=_count, default=1000, metavar="N", help="how many (default 1000)")
-    add("--seed", type=int, default=0, metavar="S", help="which ones (default 0)")
-    add("--backend", metavar="NAME", help="one backend or a group instead of all")
-    add("--framework", choices=("torch", "jax"), default="torch", help="whose backends (torch)")
-    add("--case", metavar="SPEC", help="one case, as a failure's line gives it")
-    add("--device", default="cpu", help="cpu (default) or cuda; with JAX also rocm or tpu")
-    add("--compiled", action="store_true", help="inside torch.compile(fullgraph=True)")
-    add("--time-limit", type=_seconds, metavar="SECONDS", help="stop after the case that passes it")
-    add("--threads", type=_count, default=1, metavar="N", help="torch's threads (default 1)")
-    add("--json", action="store_true", help="print the report as JSON")
-    return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a count of 1 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not found >= 0:  # NaN, too
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, 0 or more")
-    return found

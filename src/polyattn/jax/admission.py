@@ -40,7 +40,15 @@ def facts_of(x: Any) -> ArrayFacts | Other:
     if isinstance(x, np.ndarray) and not x.dtype.isnative:
         hint = f"JAX reads no other byte order: cast it with astype(numpy.{x.dtype.name})"
         return Other(f"numpy.ndarray of {x.dtype.str}", True, hint)
+    if isinstance(x, np.ma.MaskedArray):
+        hint = (
+            "JAX reads no mask of an array: fill it with filled(...), and say what may be seen by "
+            "mask=polyattn.Dense(...)"
+        )
+        return Other("MaskedArray", True, hint)
     if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):  # keys of jax.random
+            return ArrayFacts(_sizes(x.shape), str(x.dtype), device_of(x))
         kept = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "fiub" else x.dtype
         if kept != x.dtype and isinstance(x, np.ndarray):
             hint = (

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from polyattn.jax.kit.own_promotion import own_promotion
+from polyattn.jax.kit.reverse_only import reverse_only
 from polyattn.problem import Problem
+from polyattn.selection.prepare import Plan
 
 __all__ = ["asked_twice", "is_traced", "trained"]
 
@@ -37,15 +39,15 @@ def trained(problem: Problem, arrays: bool, bias: bool, sinks: bool) -> Problem:
     )
 
 
-def asked_twice(plain: Kernel, problem: Problem, train: Callable[[Problem], Kernel]) -> Kernel:
-    """Return a kernel that is `plain`, and where it is differentiated what `train` gives.
+def asked_twice(plan: Plan, problem: Problem, choose: Callable[[Problem], Plan]) -> Kernel:
+    """Return the kernel of `plan`, and where it is differentiated that of what `choose` gives.
 
-    `train` gets the problem with what is differentiated, and may raise.
+    `choose` gets the problem with what is differentiated, and may raise.
     """
 
     @jax.custom_vjp
     def call(q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, *rest: Any) -> Any:
-        return plain(q, k, v, mask, bias, sinks, *rest)
+        return plan.kernel(q, k, v, mask, bias, sinks, *rest)
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         moved = [
@@ -55,7 +57,7 @@ def asked_twice(plain: Kernel, problem: Problem, train: Callable[[Problem], Kern
         q, k, v, mask, bias, sinks, *rest = jax.tree_util.tree_map(
             lambda leaf: leaf.value, primals, is_leaf=_is_primal
         )
-        kernel = train(trained(problem, any(moved[:3]), moved[4], moved[5]))
+        kernel = choose(trained(problem, any(moved[:3]), moved[4], moved[5])).kernel
 
         def learnt(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
             return kernel(q, k, v, mask, bias, sinks, *rest)
@@ -69,7 +71,8 @@ def asked_twice(plain: Kernel, problem: Problem, train: Callable[[Problem], Kern
         return dq, dk, dv, None, dbias, dsinks, *others
 
     call.defvjp(own_promotion(forward), own_promotion(backward), symbolic_zeros=True)
-    return call
+    backend = plan.selection.backend
+    return lambda *arrays: call(*reverse_only(backend, arrays))
 
 
 def _is_primal(x: Any) -> bool:

@@ -134,6 +134,7 @@ def run(
     as in :func:`plan_for`.
     """
     context.check()
+    _check_numbers(q, k, v, call.sinks)
     plan = plan_for(call.problem, backend, part, sizes)
     for ran in scopes.recording.get(()):
         ran.append(plan.selection)
@@ -148,6 +149,14 @@ def run(
     return kernel(q, k, v, mask, bias, sinks, dropout_key, *more)
 
 
+def _check_numbers(*arrays: Any) -> None:
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        raise InvalidProblem(
+            "got a jax.ShapeDtypeStruct, which holds no numbers, expected arrays; call through "
+            "jax.eval_shape for shapes of results, or plan or explain, which take such."
+        )
+
+
 def _kernel(
     call: Call, plan: Plan, choose: Callable[[Problem], Plan], is_traced_here: bool
 ) -> Kernel:
@@ -157,11 +166,11 @@ def _kernel(
     try:
         most = choose(trained(problem, True, bias, sinks))
     except Unsupported:  # which is raised if it is differentiated
-        return asked_twice(plan.kernel, problem, lambda problem: choose(problem).kernel)
+        return asked_twice(plan, problem, choose)
     chosen, other = plan.selection, most.selection
     if (chosen.backend, chosen.config) == (other.backend, other.config):
         return most.kernel
-    return asked_twice(plan.kernel, problem, lambda problem: choose(problem).kernel)
+    return asked_twice(plan, problem, choose)
 
 
 def _payload(bias: Bias | None) -> Any:

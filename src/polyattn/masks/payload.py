@@ -71,6 +71,11 @@ def integers(
     """
     if payload is None:
         return None
+    if _is_masked(payload):
+        raise InvalidProblem(
+            f"got {what} of type MaskedArray, whose own mask nothing reads, expected a plain array "
+            f"{shape}; fill it with filled(...)."
+        )
     if not (hasattr(payload, "shape") and hasattr(payload, "dtype")):
         payload = _tuples(what, payload, boolean, shape)
     elif boolean != (dtype_name(payload) in ("bool", "bool_")) or (
@@ -86,6 +91,11 @@ def integers(
     if len(shape_of(payload)) not in ranks:
         raise InvalidProblem(f"got {what} of shape {shape_of(payload)}, expected {shape}.")
     return payload
+
+
+def _is_masked(payload: Any) -> bool:
+    """Whether it is an array of ``numpy.ma``; NumPy is not imported for that."""
+    return any(cls.__name__ == "MaskedArray" for cls in type(payload).__mro__)
 
 
 def store(value: Any, name: str, field: Any) -> None:

@@ -104,7 +104,7 @@ def _run(call: _Call, wants_lse: bool) -> tuple[Array, Array | None]:
         module.load().forward(
             isa, call.threads, DTYPES[p.dtype],
             (batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.value_dim),
-            p.head_dim**-0.5 if p.scale is None else p.scale, p.softcap or 0.0,
+            p.head_dim**-0.5 if p.scale is None else p.scale, _softcap(p.softcap),
             *(described(x, layout) for x in (call.q, call.k, call.v, out)),
             None if lse is None else rows(lse), found, packed,
             None if call.bias is None else bias_argument(call.bias),
@@ -169,7 +169,16 @@ class NumpyFront:
 FRONT = NumpyFront()
 
 
+def _softcap(softcap: float | None) -> float:
+    """Return what the kernels take: a cap that float32 rounds to 0 would be none to them."""
+    return 0.0 if softcap is None else max(softcap, float(np.finfo(np.float32).tiny))
+
+
 def _float32(x: Array) -> Array:
+    """Return `x` as float32; a finite number stays finite, for an infinite one masks."""
+    if x.dtype.itemsize > 4:
+        most = np.finfo(np.float32).max
+        x = np.where(np.isinf(x), x, np.clip(x, -most, most))
     return np.ascontiguousarray(x, dtype=np.float32)
 
 

@@ -125,9 +125,18 @@ def _is_on_purpose(error: Exception, backend: Backend) -> bool:
     return ours and registry.is_in_tree(backend)
 
 
+_ANEW = "same name and overload name multiple times"
+"""What torch says where an operator is registered again."""
+
+
 def _told(error: Exception) -> str:
     if isinstance(error, _BrokenError):
         return str(error)
+    if _ANEW in str(error):
+        return (
+            "polyattn was imported anew in this process, after its modules had been taken out of "
+            "sys.modules, and torch keeps operators of the first import: start a new process"
+        )
     return f"loading it raised {type(error).__name__}: {error}"
 
 

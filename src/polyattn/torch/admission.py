@@ -18,7 +18,9 @@ from polyattn.torch.dtensors import is_sharded
 from polyattn.torch.internals import are_higher, transforms
 from polyattn.torch.kit.masking import bind_mask, known
 
-__all__ = ["FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of"]
+__all__ = [
+    "FRONT", "Call", "admit", "autocast_to", "cast_alike", "facts_of", "refuse_sharded",
+]  # fmt: skip
 
 
 _WHOLE = "x.full_tensor() or, of a rank's part, x.to_local() is one"
@@ -63,6 +65,13 @@ def _check_whole(name: str, payload: Any) -> Any:
     return payload
 
 
+def refuse_sharded(mask: Mask) -> None:
+    """Raise for a mask with a DTensor in it: its signature is that of one without."""
+    for leaf in mask.leaves():
+        if not leaf.static and any(type(x) is not Tensor and is_sharded(x) for x in leaf.arguments):
+            mask.map(_check_whole)
+
+
 class TorchFront:
     """Eager tensors, for :class:`polyattn.problem.admission.Front`."""
 
@@ -83,8 +92,7 @@ class TorchFront:
         )
 
     def bind(self, mask: Mask, device: str) -> Mask:
-        if not mask.is_static:
-            mask.map(_check_whole)
+        refuse_sharded(mask)
         return bind_mask(mask, torch.device(device))
 
     def arange(self, size: int) -> Tensor:

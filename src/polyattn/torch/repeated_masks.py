@@ -18,6 +18,7 @@ from polyattn.masks import LeftPadding, Mask, Padding
 from polyattn.masks.fits import ends
 from polyattn.masks.simplify import simplify
 from polyattn.problem import Problem
+from polyattn.torch.admission import refuse_sharded
 from polyattn.torch.kit.masking import bind_mask, check_mask, is_there, known
 
 __all__ = ["Lengths", "arrays_of_lengths", "rebinder", "signature_of"]
@@ -50,6 +51,7 @@ def rebinder(problem: Problem) -> Callable[[Mask, Tensor, Tensor], Mask]:
         if last is not None and again:
             bound = last[2]
         else:
+            refuse_sharded(mask)
             bound = _bound(mask, lengths, q.device)
             own = _holds_lengths(mask, q.device)
             kept = (weakref.ref(mask), here, bound, _asker(bound, lengths)) if own else None

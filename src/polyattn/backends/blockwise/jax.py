@@ -1,7 +1,7 @@
 """Blockwise attention as a backend: memory O(T), forward and backward, every mask.
 
 Reverse mode is the rule of `block_gradients`, of which derivatives can be taken again. Forward mode
-of the call itself JAX refuses: ask for `jax_reference` there.
+of the call itself is refused: ask for `jax_reference` there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from polyattn.backends.blockwise.score_tiles import Array, Blocks, Extras
 from polyattn.jax.kit.layouts import from_bnth, grouped, joined, lse_from_bnt, to_bnth
 from polyattn.jax.kit.masking import Dims, expand_blocks
 from polyattn.jax.kit.own_promotion import own_promotion
+from polyattn.jax.kit.reverse_only import reverse_only
 from polyattn.problem import Problem
 
 __all__ = ["load", "load_decode"]
@@ -39,12 +40,15 @@ def load_decode() -> Callable[[Problem, Mapping[str, Any]], Callable[..., Any]]:
 
     def prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         few = problem.q_len <= _FEW
-        return _prepare(problem, {"block_k": _DECODE_BLOCK, **config} if few else config)
+        sizes = {"block_k": _DECODE_BLOCK, **config} if few else config
+        return _prepare(problem, sizes, "jax_decode")
 
     return prepare
 
 
-def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
+def _prepare(
+    problem: Problem, config: Mapping[str, Any], name: str = "jax_blockwise"
+) -> Callable[..., Any]:
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
 
     def kernel(
@@ -56,7 +60,8 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         block_q, block_k = _sizes(dims, config)
         blocks = Blocks(dims, block_q, block_k, scale, problem.softcap)
         mask = None if mask is None else expand_blocks(mask, dims.kv_len)
-        out, lse = _attention(blocks, q4, k4, v4, Extras(mask, bias, sinks))
+        given = q4, k4, v4, Extras(mask, bias, sinks)
+        out, lse = _attention(blocks, *reverse_only(name, given))
         out = from_bnth(out, problem.layout)
         return (out, lse_from_bnt(lse, problem.layout)) if problem.lse else out
 

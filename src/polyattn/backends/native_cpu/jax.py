@@ -20,6 +20,7 @@ from polyattn.errors import Unsupported
 from polyattn.jax.kit.layouts import to_bnth
 from polyattn.jax.kit.masking import Dims, allowed, expand_blocks
 from polyattn.jax.kit.own_promotion import own_promotion
+from polyattn.jax.kit.reverse_only import reverse_only
 from polyattn.jax.kit.varying import as_varying, struct_like
 from polyattn.masks import Mask
 from polyattn.masks.biases import Alibi, Bias
@@ -117,6 +118,7 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
             0 if bias is None else 2 if isinstance(bias, Alibi) else 1, problem.value_dim,
         )  # fmt: skip
         arrays = as_varying(_Arrays(q, k, v, masks, _bias(bias), _sinks(sinks)), q, k, v)
+        arrays = reverse_only("native_cpu", arrays)
         if not problem.lse:
             return _attend(static, arrays).astype(dtype)
         out, lse = _attend_with_lse(static, arrays)

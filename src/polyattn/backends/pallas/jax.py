@@ -21,6 +21,7 @@ from polyattn.backends.pallas.visits import Shown, lists_of, padded_to
 from polyattn.jax.kit.layouts import from_bnth, lse_from_bnt, to_bnth
 from polyattn.jax.kit.masking import Dims
 from polyattn.jax.kit.own_promotion import own_promotion
+from polyattn.jax.kit.reverse_only import reverse_only
 from polyattn.jax.kit.seen_ranges import block_maps, ranges_of
 from polyattn.masks import Mask
 from polyattn.problem import Problem
@@ -60,7 +61,8 @@ def _prepare(problem: Problem, config: Mapping[str, Any]) -> Callable[..., Any]:
         dropout_key: Any = None,
     ) -> Any:  # fmt: skip
         q, k, v = (to_bnth(x, problem.layout) for x in (q, k, v))
-        out, lse = _attention(static, q, k, v, _Extras(mask, sinks))
+        given = q, k, v, _Extras(mask, sinks)
+        out, lse = _attention(static, *reverse_only("pallas", given))
         out = from_bnth(out, problem.layout)
         return (out, lse_from_bnt(lse, problem.layout)) if problem.lse else out
 

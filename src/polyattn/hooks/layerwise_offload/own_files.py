@@ -119,6 +119,7 @@ class OwnFiles:
         """Write a file and return it as it was written, whoever takes it away meanwhile."""
         self.require(layout.nbytes)
         draft = path.with_suffix(f".{os.getpid()}-{id(layout):x}.draft")
+        self._made.add(path)  # before it is there: a Ctrl-C on the way leaves nothing behind
         try:
             with draft.open("wb") as file:
                 _each_chunk(layout, segments, file.write)
@@ -136,7 +137,6 @@ class OwnFiles:
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-        self._made.add(path)
         return made
 
 
@@ -185,8 +185,13 @@ def _opened(path: Path, name: str, nbytes: int) -> MappedFile | None:
 def _write_manifest(path: Path, name: str, layout: Layout, *, kept: bool) -> None:
     manifest = path.with_suffix(f".{os.getpid()}-{id(layout):x}.manifest")
     text = json.dumps(_manifest(name, layout, kept=kept), indent=1)
-    manifest.write_text(text, encoding="utf-8")
-    manifest.replace(path.with_suffix(".json"))
+    try:
+        manifest.write_text(text, encoding="utf-8")
+        manifest.replace(path.with_suffix(".json"))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            manifest.unlink(missing_ok=True)
+        raise
 
 
 def _manifest(name: str, layout: Layout, *, kept: bool) -> dict[str, Any]:
@@ -212,6 +217,14 @@ def _manifest(name: str, layout: Layout, *, kept: bool) -> dict[str, Any]:
 def _remove(paths: set[Path], maker: int) -> None:
     if os.getpid() != maker:  # a forked child: the files are its parent's
         return
+    try:
+        _take_away_unwanted(paths)
+    except BaseException:  # a Ctrl-C amid it: what ends a process asks only once
+        _take_away_unwanted(paths)
+        raise
+
+
+def _take_away_unwanted(paths: set[Path]) -> None:
     for path in paths:
         if not _facts_of(path).get("kept", False):
             _take_away(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from polyattn.errors import OffloadError
@@ -10,6 +11,7 @@ __all__ = ["read_bytes", "said"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_LIMIT = 1 << 62
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?i?)b?(?:/s)?\s*", re.IGNORECASE)
 
 
@@ -19,15 +21,16 @@ def read_bytes(given: int | float | str, what: str = "budget") -> int:
     >>> read_bytes("8GiB"), read_bytes("500 MB"), read_bytes(4096)
     (8589934592, 500000000, 4096)
     """
-    if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given < 1 << 62:
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given < _LIMIT:
         return int(given)
     found = _TEXT.fullmatch(given) if isinstance(given, str) else None
     unit = found[2].lower() if found else ""
-    if found is None or unit not in {**_UNITS, **_BINARY}:
+    size = float(found[1]) * {**_UNITS, **_BINARY}.get(unit, math.inf) if found else math.inf
+    if not size < _LIMIT:
         raise OffloadError(
             f"got {what}={given!r}, expected a number of bytes such as 8589934592, '8GiB' or '8GB'"
         )
-    return int(float(found[1]) * {**_UNITS, **_BINARY}[unit])
+    return int(size)
 
 
 def said(nbytes: float) -> str:

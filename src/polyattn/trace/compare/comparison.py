@@ -21,6 +21,7 @@ from polyattn.trace.compare.noise import noise_notes
 from polyattn.trace.compare.outputs_compared import output_notes, outputs
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.thresholds import Thresholds, Tolerance
+from polyattn.trace.compare.unseen_keys import padding_notes
 from polyattn.trace.compare.verdict import Coverage, Culprit, Guard, Verdict
 from polyattn.trace.compare.verdict_rows import rows as rows_of
 from polyattn.trace.format.contents import Trace
@@ -114,7 +115,7 @@ class _Comparison:
             guards.flags(a, b), guards.ended(a, b), outputs(a, b, calls),
         ]  # fmt: skip
         notes += [perturbed.said] if perturbed.holds and perturbed.said else []
-        notes += idle_notes(weights, calls, walk)
+        notes += [*idle_notes(weights, calls, walk), *padding_notes(calls, culprit)]
         blamed = walk.blamed if _activation(culprit) else None
         reasons = self._reasons(calls, walk, steps, found[-1], unsteady)
         return Verdict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from polyattn.flags import diff, lines
 from polyattn.trace.compare.alignment import Alignment
 from polyattn.trace.compare.calibration import Floor, build
 from polyattn.trace.compare.called import Called, Event
-from polyattn.trace.compare.distance import floating
+from polyattn.trace.compare.distance import Distance, floating
 from polyattn.trace.compare.parameters import Difference
 from polyattn.trace.compare.side import Side
 from polyattn.trace.compare.verdict import Guard
@@ -116,7 +117,7 @@ def inputs(calls: Sequence[Called], start: Event | None, unlike: Sequence[Event]
             "inputs",
             False,
             f"{worst.b.tensor} of {unlike[0].call.b.module or 'the model'!r} is not as in the "
-            f"reference (error {worst.distance.error:.1e}), whose own was used in its place",
+            f"reference ({_apart(worst.distance)}), whose own was used in its place",
         )
     if start is not None:
         worst = start.worst
@@ -126,10 +127,17 @@ def inputs(calls: Sequence[Called], start: Event | None, unlike: Sequence[Event]
             "inputs",
             False,
             f"{worst.b.tensor} of {name or 'the model'!r}, the first that was compared, differs "
-            f"already (error {worst.distance.error:.1e}); give both runs the same inputs and seed",
+            f"already ({_apart(worst.distance)}); give both runs the same inputs and seed",
         )
     first = next((call for call in calls if call.ins.compared), None)
     return Guard("inputs", True if first is not None else None, "" if first else "not recorded")
+
+
+def _apart(distance: Distance) -> str:
+    """How far an input is from the reference's, or why no number says that."""
+    if distance.why and math.isinf(distance.error):
+        return distance.why
+    return f"error {distance.error:.1e}"
 
 
 def weights(compared: int, found: Sequence[Difference]) -> Guard:

@@ -66,21 +66,22 @@ WAYS_OUT = (
 class Output:
     """A file open for appending whole lines; what it holds is always a valid trace so far.
 
-    ``<pid>`` in its name is this process's number.
-    Raises TraceError if it cannot be written, is another program's at the moment, or holds a run
-    already and `overwrite` is not set.
+    ``<pid>`` in its name is this process's number; `path` says where it is, wherever the process
+    goes. Raises TraceError if it cannot be written, is another program's at the moment, or holds a
+    run already and `overwrite` is not set.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
-        self.path = process_path(path)
+        self._given = process_path(path)
         try:
+            self.path = self._given.absolute()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             self._descriptor = os.open(self.path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
         except (OSError, ValueError) as error:
             raise TraceError(
-                f"got the output {self.path}, which cannot be written ({error}); name a file in a "
-                "folder that can."
+                f"got the output {self._given}, which cannot be written ({error}); name a file in "
+                "a folder that can."
             ) from error
         try:
             self._claim(overwrite)
@@ -97,7 +98,7 @@ class Output:
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise TraceError(
-                        f"got the output {self.path}, which another run is writing now; name "
+                        f"got the output {self._given}, which another run is writing now; name "
                         "another file for each run, as with <pid> in the name, which is the "
                         "process's number."
                     ) from error
@@ -105,7 +106,7 @@ class Output:
         if self._regular and status.st_size:
             if not overwrite:
                 raise TraceError(
-                    f"got the output {self.path}, which holds {status.st_size} bytes already, "
+                    f"got the output {self._given}, which holds {status.st_size} bytes already, "
                     f"expected a new or empty file: a trace is of one run. {WAYS_OUT}"
                 )
             os.ftruncate(self._descriptor, 0)

@@ -135,6 +135,24 @@ class TestProcessInTheName:
         assert sink.path == tmp_path / f"a-{os.getpid()}.jsonl"
         assert writer.path == tmp_path / f"b-{os.getpid()}.rank1.jsonl"
 
+    @pytest.mark.parametrize(
+        "start", [trace, lambda model, path, **given: trace_any(path, **given)]
+    )
+    def test_a_program_that_goes_to_another_folder(
+        self, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("safetensors")
+        monkeypatch.chdir(tmp_path)
+        model = Block()
+        with start(model, "run.jsonl", tensors="", weights=False):
+            (tmp_path / "away").mkdir()
+            os.chdir("away")
+            model(X)
+        assert not list((tmp_path / "away").iterdir())
+        found = read(tmp_path / "run.jsonl").records
+        assert found
+        assert all((tmp_path / str(one.file)).is_file() for one in found)
+
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
     def test_a_forked_child_has_its_own(self, on: Any, tmp_path: Path) -> None:
         on(OUTPUT=str(tmp_path / "x-<pid>.jsonl"))

@@ -65,7 +65,7 @@ class ProgramTrace:
     ) -> None:
         self.runs: list[ActivationTrace] = []
         self.left_out: list[LeftOut] = []
-        self._path = process_path(path)
+        self._path = process_path(path).absolute()  # models come later, when it may be elsewhere
         self._options = options
         self._before, self._after = before, after
         self._named: dict[ActivationTrace, Path] = {}
