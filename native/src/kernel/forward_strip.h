@@ -35,13 +35,13 @@ class ForwardStrip {
            tile.keys == tile.columns && reinterpret_cast<uintptr_t>(key_row(a_.v, item, tile.j0)) % 64 == 0;
   }
 
-  // Rows of strip `s`, which are the `place`-th of the workspace.
-  void strip(Workspace& w, const Item& item, const Strip& s, int place, const Visit& visit,
+  // Rows of strip `s`, which are the `place`-th of the workspace. `first`: there are no sums of values yet.
+  void strip(Workspace& w, const Item& item, const Strip& s, int place, const Visit& visit, bool first,
              bool careful) const {
     if constexpr (U::kInTiles) {
       ForwardBlocks<S, U, C>(a_, d_, units_, w, item, s, place, visit, careful).run();
     } else {
-      whole_strip(w, item, s, place, visit, careful);
+      whole_strip(w, item, s, place, visit, first, careful);
     }
   }
 
@@ -77,7 +77,7 @@ class ForwardStrip {
 
  private:
   // All rows against all tiles, one product after the other.
-  void whole_strip(Workspace& w, const Item& item, const Strip& s, int place, const Visit& visit,
+  void whole_strip(Workspace& w, const Item& item, const Strip& s, int place, const Visit& visit, bool first,
                    bool careful) const {
     const int64_t row = int64_t{place} * kRows;
     const float* q = w.q + row * d_.q_units;
@@ -90,10 +90,12 @@ class ForwardStrip {
     }
     const RowStates state{w.state.maximum + row, w.state.sum + row};
     soften<S, U>(units_, w.scores, kScoreRow, s.count, visit.columns, state, tops, shrink);
-    for (int r = 0; r < s.count; ++r) {
+    for (int r = 0; !first && r < s.count; ++r) {
       if (shrink[r] != 1.0f) scale_row<S>(out + r * d_.v_columns, d_.v_columns, shrink[r]);
     }
-    careful ? values_by_row(w, s, visit, out) : values(w, item, s, visit, out);
+    if (!careful) return values(w, item, s, visit, first, out);
+    if (first) std::memset(out, 0, size_t(s.count * d_.v_columns) * sizeof(float));
+    values_by_row(w, s, visit, out);
   }
 
   // Who fetches between register blocks, not only between tiles.
@@ -151,16 +153,21 @@ class ForwardStrip {
     return {p + low, values_of(w, item, tile) + low * d_.v_columns, seen.high / U::kValues - low};
   }
 
-  void add_pieces(const Workspace& w, const Piece* pieces, int count, int64_t first, int64_t end,
+  // `anew`: to nothing.
+  void add_pieces(const Workspace& w, const Piece* pieces, int count, int64_t first, int64_t end, bool anew,
                   float* out) const {
-    multiply<S, U, Into::add>(pieces, count, {kScoreRow, 1, d_.v_columns, d_.v_columns}, end - first,
-                              d_.v_columns, out + first * d_.v_columns, nullptr, between(w));
+    const Strides strides{kScoreRow, 1, d_.v_columns, d_.v_columns};
+    const int64_t rows = end - first;
+    float* const to = out + first * d_.v_columns;
+    anew ? multiply<S, U, Into::set>(pieces, count, strides, rows, d_.v_columns, to, nullptr, between(w))
+         : multiply<S, U, Into::add>(pieces, count, strides, rows, d_.v_columns, to, nullptr, between(w));
   }
 
-  void values(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, float* out) const {
+  void values(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, bool anew,
+              float* out) const {
     bool mixed = false;
     for (int n = 0; n < visit.tiles; ++n) mixed |= visit.mixed[n];
-    if (tile_by_tile && !mixed) return values_by_tile(w, item, s, visit, out);
+    if (tile_by_tile && !mixed) return values_by_tile(w, item, s, visit, anew, out);
     const int64_t step = mixed ? kRowGrain<S, U> : s.count;
     for (int64_t r = 0; r < s.count; r += step) {
       w.fetcher->some();
@@ -171,17 +178,17 @@ class ForwardStrip {
         pieces[count] = piece_of(w, item, visit, n, r, end);
         if (pieces[count].count > 0) ++count;
       }
-      add_pieces(w, pieces, count, r, end, out);
+      add_pieces(w, pieces, count, r, end, anew, out);
     }
   }
 
   // The same sums to the bit; values stay in the first cache while the rows pass.
-  void values_by_tile(const Workspace& w, const Item& item, const Strip& s, const Visit& visit,
+  void values_by_tile(const Workspace& w, const Item& item, const Strip& s, const Visit& visit, bool anew,
                       float* out) const {
     for (int n = 0; n < visit.tiles; ++n) {
       w.fetcher->some();
       const Piece piece = piece_of(w, item, visit, n, 0, s.count);
-      add_pieces(w, &piece, 1, 0, s.count, out);
+      add_pieces(w, &piece, 1, 0, s.count, anew && n == 0, out);
     }
   }
 

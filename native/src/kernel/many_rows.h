@@ -44,7 +44,7 @@ class ManyRows {
   // How far an item's strips are.
   struct Progress {
     int begun = 0;
-    uint64_t ended = 0;  // a bit for each
+    uint64_t met = 0, ended = 0;  // a bit for each: it has met keys, and it is written
     bool whole = false, fine = true;
   };
   static_assert(kMostStrips <= 64);
@@ -66,7 +66,7 @@ class ManyRows {
     }
   }
 
-  // Where tiles are multiplied the first sums of values are not added to others, else to 0.
+  // The first sums of values are not added to others.
   void begin(Workspace& w, const Item& item, int index) const {
     const int64_t row = int64_t{place(index)} * kRows;
     for (int r = 0; r < kRows; r += S::kLanes) {
@@ -74,9 +74,13 @@ class ManyRows {
       S::store(w.state.sum + row + r, S::zero());
     }
     const Strip& s = w.strips[index];
-    if (!U::kInTiles)
-      std::memset(w.out + row * d_.v_columns, 0, size_t(s.count * d_.v_columns) * sizeof(float));
     memory_.pack_queries(item, s, w.q + row * d_.q_units);
+  }
+
+  static bool is_first(int index, Progress& p) {
+    const bool met = p.met >> index & 1;
+    p.met |= uint64_t{1} << index;
+    return !met;
   }
 
   void end(Workspace& w, const Item& item, int index, Progress& p) const {
@@ -119,7 +123,7 @@ class ManyRows {
         if (last) memory_.fetch_rows(soon, item, w.strips[i], a_.out, a_.value_dim);
         if (p.begun == i + 1 && p.begun < item.strips)
           memory_.fetch_rows(soon, item, w.strips[p.begun], a_.q, a_.head_dim);
-        meet(w, item, i, begin, {low, high}, careful, packed);
+        meet(w, item, i, begin, {low, high}, careful, packed, p);
       }
       if (last && p.begun > i) this->end(w, item, i, p);
     }
@@ -128,13 +132,13 @@ class ManyRows {
   // A strip against some keys of a chunk from key `begin` on. packed[slot]: whether a tile is, which is done where it
   // is not.
   void meet(Workspace& w, const Item& item, int index, int64_t begin, const Span& keys, bool careful,
-            bool* packed) const {
+            bool* packed, Progress& p) const {
     for (int64_t j = keys.low; j < keys.high;) {
       Visit visit;
       j = plan_some<S, U>(a_, item.q, w.strips[index], begin, j, keys.high, w.words, &visit);
       if (visit.tiles == 0) continue;
       memory_.pack_tiles(w, item, visit, careful, packed);
-      strip_.strip(w, item, w.strips[index], index, visit, careful);
+      strip_.strip(w, item, w.strips[index], index, visit, is_first(index, p), careful);
     }
   }
 
@@ -157,7 +161,7 @@ class ManyRows {
       fetch(w, item, now.strip, here ? &next : nullptr, packed);
       Workspace own = w;
       own.words = now.words;
-      strip_.strip(own, item, w.strips[now.strip], 0, now.visit, careful);
+      strip_.strip(own, item, w.strips[now.strip], 0, now.visit, is_first(now.strip, p), careful);
     }
   }
 
