@@ -25,8 +25,8 @@ extern bool tile_by_tile;
 // a Xeon and a Zen 4. Tests set it.
 extern bool fetch_meanwhile;
 
-// That, between register blocks of vectors too, where strips that see few keys else get a part of it alone. Changes no
-// bit. AMD's processors: measured on a Zen 4. Tests set it.
+// That, between register blocks of vectors too, where strips that see few keys else get a part of it alone; and what the
+// backward pass needs next (kernel/backward.h). Changes no bit. AMD's processors: measured on a Zen 4. Tests set it.
 extern bool fetch_between_blocks;
 
 }  // namespace polyattn

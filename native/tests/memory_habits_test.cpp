@@ -157,6 +157,37 @@ void no_bit_changes(const Kernels& kernels) {
   }
 }
 
+// What a call that was run differentiates to, with its outputs as the gradient that comes in.
+std::vector<float> gradients_of(const Kernels& kernels, Call& call, std::vector<float>& lse, bool habit) {
+  Arguments a = call.a;
+  fetch_between_blocks = habit;
+  const int64_t of_q = Call::kQHeads * a.q_len * Call::kDim, of_k = Call::kKvHeads * a.kv_len * Call::kDim;
+  const int64_t width = a.dtype == DType::f32 ? 1 : 2;
+  std::vector<float> found(static_cast<size_t>(of_q + 2 * of_k) / static_cast<size_t>(width));
+  char* const at = reinterpret_cast<char*>(found.data());
+  a.lse = {lse.data(), 0, a.q_len, 1, {}};
+  a.dout = a.out;
+  a.dq = a.q, a.dk = a.k, a.dv = a.v;
+  a.dq.data = at, a.dk.data = at + of_q * (4 / width), a.dv.data = at + (of_q + of_k) * (4 / width);
+  expect(kernels.backward(a), "a backward pass had no memory");
+  return found;
+}
+
+void no_bit_of_a_gradient_changes(const Kernels& kernels) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const int64_t rows : {9, 64, 150, 700}) {
+      Call call(dtype, 1100, 0, false, static_cast<uint64_t>(rows), rows);
+      std::vector<float> lse(static_cast<size_t>(Call::kQHeads * rows));
+      call.a.lse = {lse.data(), 0, rows, 1, {}};
+      call.run(kernels, false);
+      const std::vector<float> off = gradients_of(kernels, call, lse, false);
+      const std::vector<float> on = gradients_of(kernels, call, lse, true);
+      expect(std::memcmp(off.data(), on.data(), off.size() * sizeof(float)) == 0,
+             std::string(kernels.name) + ", gradients of " + std::to_string(rows) + " rows");
+    }
+  }
+}
+
 template <int Lanes>
 struct Width {
   static constexpr int kLanes = Lanes;
@@ -228,7 +259,9 @@ void heads_of_small_pages() {
 void no_bit_changes() {
   const bool before[] = {pages_in_turn, tile_by_tile, fetch_meanwhile, fetch_between_blocks};
   for (const Kernels* const* set = available(); *set != nullptr; ++set) {
-    if (!(*set)->prepare || (*set)->prepare() == nullptr) no_bit_changes(**set);
+    if ((*set)->prepare && (*set)->prepare() != nullptr) continue;
+    no_bit_changes(**set);
+    no_bit_of_a_gradient_changes(**set);
   }
   pages_in_turn = before[0], tile_by_tile = before[1], fetch_meanwhile = before[2];
   fetch_between_blocks = before[3];

@@ -60,6 +60,10 @@ class Backward {
       return;
     }
     kernel_.layout(base, &w);
+    Fetcher fetcher;
+    fetcher.soon.clear();
+    fetcher.later.clear();
+    if (fetch_between_blocks) w.fetcher = &fetcher;
     for (;;) {
       const int64_t item = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
       if (item >= items_) return;
@@ -90,12 +94,23 @@ class Backward {
           Visit visit;
           plan<S, U>(a_, q, s, j, high, w.words, &visit);
           if (visit.tiles == 0) continue;
+          if (w.fetcher) fetch_next(w, q, kv_head, g, t + kRows, dq);
           kernel_.strip(w, q, s, visit, dq + (g * q.q_len + t) * kernel_.q_columns(), careful);
         }
       }
       fine &= kernel_.close_chunk(w, q, kv_head, j, high);
     }
     return fine && !kernel_.holds_nan(dq, group_ * q.q_len * kernel_.q_columns());
+  }
+
+  // The strip after the one that is run now, in the order in which a chunk meets them.
+  void fetch_next(typename Kernel::Workspace& w, const Sequence& q, int64_t kv_head, int64_t g, int64_t t,
+                  const float* dq) const {
+    w.fetcher->soon.clear();
+    if (t >= q.q_len) t = 0, ++g;
+    if (g == group_) return;
+    kernel_.fetch_queries(w.fetcher->soon, q, kv_head * group_ + g, t, smaller(t + kRows, q.q_len),
+                          dq + (g * q.q_len + t) * kernel_.q_columns());
   }
 
   void write_queries(const Sequence& q, int64_t kv_head, float* dq) const {

@@ -3,6 +3,7 @@
 // The factor `scale` of dQ and dK is applied where they are written.
 #pragma once
 
+#include "kernel/fetcher.h"
 #include "kernel/matmul.h"
 #include "kernel/pack.h"
 #include "kernel/parts.h"
@@ -51,6 +52,7 @@ class BackwardStrip {
     float *dk, *dv, *cleaned;
     float* deltas;  // of the strip's rows
     uint64_t* words;
+    Fetcher* fetcher = nullptr;  // the thread's, where what is needed next is fetched between products
   };
 
   explicit BackwardStrip(const Arguments& a)
@@ -100,11 +102,26 @@ class BackwardStrip {
     const int64_t n = end - begin, padded = round_up(n, 2 * W), columns = round_up(n, kColumnGrain<S, U>);
     auto key = [&](int64_t j) { return row<const T>(a_.k, q, kv_head, q.kv_base + begin + j); };
     auto value = [&](int64_t j) { return row<const T>(a_.v, q, kv_head, q.kv_base + begin + j); };
-    pack_transposed<S, U, T>(key, n, columns, a_.head_dim, w.keys_t, kScoreRow, 0);
-    pack_transposed<S, U, T>(value, n, columns, a_.value_dim, w.values_t, kScoreRow, 0);
+    const int64_t ahead = w.fetcher ? 32 : 0;
+    pack_transposed<S, U, T>(key, n, columns, a_.head_dim, w.keys_t, kScoreRow, ahead * a_.k.row);
+    pack_transposed<S, U, T>(value, n, columns, a_.value_dim, w.values_t, kScoreRow, ahead * a_.v.row);
     pack_rows<S, U, T>(key, n, smaller(padded, kChunkKeys), a_.head_dim, w.keys, k_columns_, 0);
     std::memset(w.dk, 0, size_t(n * k_columns_) * 4);
     std::memset(w.dv, 0, size_t(n * v_columns_) * 4);
+  }
+
+  // What a strip of queries t to end - 1 is packed from, and its sums.
+  void fetch_queries(FetchQueue& to, const Sequence& q, int64_t head, int64_t t, int64_t end,
+                     const float* dq) const {
+    if (t >= end) return;
+    constexpr int64_t kSize = sizeof(T);
+    const auto add = [&](const Array& x, int64_t dim) {
+      to.add(row<const T>(x, q, head, q.q_base + t), x.row * kSize, end - t, dim * kSize);
+    };
+    add(a_.q, a_.head_dim);
+    add(a_.dout, a_.value_dim);
+    if (!a_.delta.data) add(a_.out, a_.value_dim);
+    to.add(dq, k_columns_ * 4, end - t, k_columns_ * 4);
   }
 
   // Writes the gradients of the chunk's keys and values; false if one is NaN.
@@ -139,10 +156,10 @@ class BackwardStrip {
       }
       const Piece p{columns_of(w.scores, w.p_columns) + at, w.dout_rows, rows / U::kValues};
       multiply<S, U, Into::add>(&p, 1, {1, kScoreRow, v_columns_, v_columns_}, tile.keys, v_columns_,
-                                w.dv + at * v_columns_);
+                                w.dv + at * v_columns_, nullptr, w.fetcher);
       const Piece ds{columns_of(w.dscores, w.ds_columns) + at, w.q_rows, rows / U::kValues};
       multiply<S, U, Into::add>(&ds, 1, {1, kScoreRow, k_columns_, k_columns_}, tile.keys, k_columns_,
-                                w.dk + at * k_columns_);
+                                w.dk + at * k_columns_, nullptr, w.fetcher);
     }
     queries(w, s, visit, dq, careful);
   }
@@ -213,9 +230,9 @@ class BackwardStrip {
     const int64_t at = int64_t{tile.slot} * kTile;
     const Piece score{w.q, w.keys_t + at, k_units_}, product{w.dout, w.values_t + at, v_units_};
     multiply<S, U, Into::set>(&score, 1, {k_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns,
-                              w.scores + at);
+                              w.scores + at, nullptr, w.fetcher);
     multiply<S, U, Into::set>(&product, 1, {v_row_, 1, kScoreRow, kScoreRow}, s.count, tile.columns,
-                              w.dscores + at);
+                              w.dscores + at, nullptr, w.fetcher);
     if (scores_ == Scores::natural) {
       adjust<S>(a_, q, s, {0, s.count}, tile.j0, tile.keys, adjusting_, w.scores + at, kScoreRow,
                 a_.softcap > 0 ? w.slopes + at : nullptr);
@@ -310,7 +327,7 @@ class BackwardStrip {
       Piece pieces[kChunk];
       for (int n = 0; n < visit.tiles; ++n) pieces[n] = query_piece(w, visit.tile[n], 0);
       multiply<S, U, Into::add>(pieces, visit.tiles, {kScoreRow, 1, k_columns_, k_columns_}, s.count,
-                                k_columns_, dq);
+                                k_columns_, dq, nullptr, w.fetcher);
       return;
     }
     for (int r = 0; r < s.count; ++r) {
