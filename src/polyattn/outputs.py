@@ -1,13 +1,22 @@
-"""The files that a command is to write, looked at before it runs anything that takes its time."""
+"""What a command writes: files, looked at before it runs what takes its time, and consoles."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from rich.console import Console
+
 from polyattn.errors import PolyattnError
 
-__all__ = ["check_output"]
+__all__ = ["PipedConsole", "check_output"]
+
+
+class PipedConsole(Console):
+    """A console that leaves a broken pipe to the command line; its own answer is exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 def check_output(flag: str, path: str | None, *, makes_folders: bool = False) -> None:

@@ -12,7 +12,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from polyattn import DenseBias, Unsupported
-from polyattn.jax import attention
+from polyattn.jax import attention, spread_sequence
 from polyattn.selection.registry import Available, registry
 
 Way = Callable[[Callable[[Any], Any]], Any]
@@ -63,6 +63,19 @@ def test_of_what_else_is_learnt() -> None:
 
     with pytest.raises(Unsupported, match="forward derivative"):
         jax.jvp(biased, (BIAS,), (BIAS,))
+
+
+def test_a_ring_names_what_runs_without_it() -> None:
+    rows = jax.sharding.PartitionSpec(None, "sp")
+
+    def layer(q: Any) -> Any:
+        with spread_sequence("sp"):
+            return attention(q, q, q, backend="jax_ring")
+
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("sp",))
+    over = jax.shard_map(layer, mesh=mesh, in_specs=rows, out_specs=rows)
+    with pytest.raises(Unsupported, match="'jax_reference', outside of spread_sequence"):
+        jax.jvp(over, (Q,), (Q,))
 
 
 @pytest.mark.parametrize("way", OTHERS)

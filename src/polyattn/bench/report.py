@@ -9,23 +9,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from polyattn.outputs import PipedConsole
+
 __all__ = ["conditions", "console", "print_comparison", "print_overhead", "say"]
 
 PLAIN_WIDTH = 118
-
-
-class _Pipe(Console):
-    """A console that leaves a broken pipe to the command line; its own answer is exit code 1."""
-
-    def on_broken_pipe(self) -> None:
-        raise
 
 
 def console(error: bool = False, width: int = 0) -> Console:
     """Return where to print: as wide as the terminal, and at least `width` where there is none."""
     stream = sys.stderr if error else sys.stdout
     plain = max(width, PLAIN_WIDTH)
-    return _Pipe(file=stream, width=None if stream.isatty() else plain, highlight=False)
+    return PipedConsole(file=stream, width=None if stream.isatty() else plain, highlight=False)
 
 
 def say(text: str, *, error: bool = False, plain: bool = False) -> None:

@@ -14,18 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from polyattn.errors import PolyattnError
+from polyattn.outputs import PipedConsole
 from polyattn.report.kit.quantities import seconds
 
 __all__ = ["console", "emit_json", "note", "seconds", "table"]
 
 _WIDTH_WITHOUT_TERMINAL = 140
-
-
-class _Pipe(Console):
-    """A console that leaves a broken pipe to the command line's own handling."""
-
-    def on_broken_pipe(self) -> None:
-        raise
 
 
 def console(*, error: bool = False) -> Console:
@@ -34,7 +28,7 @@ def console(*, error: bool = False) -> Console:
     width = None
     if not stream.isatty():
         width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
-    return _Pipe(file=stream, width=width, highlight=False, soft_wrap=False)
+    return PipedConsole(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> Table:

@@ -17,7 +17,10 @@ from jax.interpreters import ad, batching, mlir
 
 from polyattn.errors import Unsupported
 
-__all__ = ["reverse_only"]
+__all__ = ["RING", "reverse_only"]
+
+RING = "jax_ring"
+"""Calls over a mesh axis, which no backend of plain JAX takes."""
 
 T = TypeVar("T")
 _arrays, _tangent = Primitive("polyattn_reverse_only"), Primitive("polyattn_forward_mode")
@@ -54,7 +57,8 @@ def _refuse(*_: Any, backend: str) -> Any:
     raise Unsupported(
         f"got a forward derivative (jax.jvp, jacfwd, linearize) of attention on {backend}, which "
         "has reverse mode alone (jax.grad, vjp, jacrev), expected a backend of plain JAX, as "
-        "backend='jax_reference'."
+        "backend='jax_reference'"
+        + (", outside of spread_sequence and shard_map." if backend == RING else ".")
     )
 
 

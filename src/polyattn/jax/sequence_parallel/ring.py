@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from polyattn.errors import InvalidProblem
 from polyattn.jax.kit.axes import axis_size
 from polyattn.jax.kit.own_promotion import own_promotion
-from polyattn.jax.kit.reverse_only import reverse_only
+from polyattn.jax.kit.reverse_only import RING, reverse_only
 from polyattn.jax.kit.spread_sequence import BALANCES
 from polyattn.jax.kit.varying import as_varying
 from polyattn.jax.sequence_parallel.local_attention import local_attention
@@ -114,7 +114,7 @@ def ring_attention(
     fixed = _Fixed(parts.q_ids, parts.q_lengths, parts.kv_lengths)
     given = query, _Keys(key, value, _ids_of_keys(parts)), sinks, fixed
     given = as_varying(given, given, jax.lax.axis_index(axis_name))
-    out, lse = _ring(static, *reverse_only("jax_ring", given))
+    out, lse = _ring(static, *reverse_only(RING, given))
     return (out, lse) if return_lse else out
 
 
