@@ -18,7 +18,7 @@ import numpy as np
 from polyattn.backends.native_cpu.jax_lost_sums import defined_gradients, meets_lost_sums
 from polyattn.errors import Unsupported
 from polyattn.jax.kit.layouts import to_bnth
-from polyattn.jax.kit.masking import Dims, allowed, expand_blocks
+from polyattn.jax.kit.masking import Dims, allowed, expand_blocks, narrowed
 from polyattn.jax.kit.own_promotion import own_promotion
 from polyattn.jax.kit.reverse_only import reverse_only
 from polyattn.jax.kit.varying import as_varying, struct_like
@@ -167,7 +167,7 @@ def _bias(bias: Bias | None) -> Maybe:
     array = bias.payload
     if isinstance(bias, Alibi):
         return array.astype(jnp.float32).reshape(-1 if array.ndim == 2 else 1, array.shape[-1])
-    array = array if array.dtype.name in DTYPES else array.astype(jnp.float32)
+    array = array if array.dtype.name in DTYPES else narrowed(array, jnp.float32)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 

@@ -17,7 +17,7 @@ from polyattn.masks.biases import Alibi, Bias
 
 __all__ = [
     "Dims", "allowed", "bias_scores", "bind_mask", "coordinates", "expand_blocks", "known",
-    "signed",
+    "narrowed", "signed",
 ]  # fmt: skip
 
 
@@ -166,6 +166,14 @@ def _block_bits(mask: BlockMap, kv_len: int) -> jax.Array:
     return (target[..., None] == jnp.arange(blocks)).any(-2)
 
 
+def narrowed(bias: jax.Array, dtype: Any) -> jax.Array:
+    """Return a bias in `dtype`, with no number made infinite: that would hide its key."""
+    most = jnp.finfo(dtype).max
+    if not jnp.issubdtype(bias.dtype, jnp.floating) or jnp.finfo(bias.dtype).max <= most:
+        return bias.astype(dtype)
+    return jnp.where(jnp.isinf(bias), bias, jnp.clip(bias, -most, most)).astype(dtype)
+
+
 def bias_scores(
     bias: Bias,
     dims: Dims,
@@ -178,7 +186,7 @@ def bias_scores(
     columns = jnp.arange(dims.kv_len) if columns is None else columns
     array = bias.payload
     if not isinstance(bias, Alibi):
-        return _part(_four_dims(array), rows, columns).astype(dtype)
+        return narrowed(_part(_four_dims(array), rows, columns), dtype)
     distance = jnp.abs(rows[:, None] + dims.kv_len - dims.q_len - columns)
     slopes = array.astype(dtype).reshape(-1 if array.ndim == 2 else 1, dims.heads, 1, 1)
     return -slopes * distance.astype(dtype)
