@@ -26,7 +26,12 @@ extern bool tile_by_tile;
 extern bool fetch_meanwhile;
 
 // That, between register blocks of vectors too, where strips that see few keys else get a part of it alone; and what the
-// backward pass needs next (kernel/backward.h). Changes no bit. AMD's processors: measured on a Zen 4. Tests set it.
+// backward pass of vectors needs next (kernel/backward.h). Changes no bit. AMD's processors and Intel's: measured on a
+// Zen 4 and a Xeon with AMX. Tests set it.
 extern bool fetch_between_blocks;
+
+// Items of dense calls have as many rows as half of a second cache of 2 MiB holds, in vectors as in tiles. Changes no bit.
+// Intel's processors with such a cache; tests set it.
+extern bool large_items;
 
 }  // namespace polyattn

@@ -119,7 +119,7 @@ class Call {
 
   void strides() {
     if (paged_) {
-      a_.pages.page_size = 1 + bytes_.below(20);
+      a_.pages.page_size = bytes_.chance(64) ? 16 * (1 + bytes_.below(4)) : 1 + bytes_.below(20);
       a_.pages.count = 1 + bytes_.below(20);
       a_.pages.row = a_.kv_len / a_.pages.page_size + 1;
       for (int64_t* value : {&a_.pages.page_size, &a_.pages.count, &a_.pages.row}) field(*value);

@@ -76,6 +76,7 @@ int main(int count, char** words) {
     polyattn::tile_by_tile = random.bits() & 1;
     polyattn::fetch_meanwhile = random.bits() & 1;
     polyattn::fetch_between_blocks = random.bits() & 1;
+    polyattn::large_items = random.bits() & 1;
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
   }
   std::printf("%lld inputs, %lld calls accepted and run\n", static_cast<long long>(done),

@@ -1,6 +1,7 @@
 // The order in which few rows fetch keys and values: every row of a block once, of several pages in turn; and that
 // it changes no bit of a result, whatever lies at the end of a sequence, nor is anything read that is not there. Nor
-// does the order of products with values. And which heads walk together over small pages.
+// does the order of products with values, the size of items or that keys lie in pages. And which heads walk together
+// over small pages.
 //
 // Build from: memory_habits_test.cpp and the libraries polyattn_testing and polyattn_kernels of CMake.
 #define POLYATTN_NAMESPACE testing_memory_habits
@@ -120,7 +121,7 @@ struct Call {
   }
 
   std::vector<uint8_t> run(const Kernels& kernels, bool habit) {
-    pages_in_turn = tile_by_tile = fetch_meanwhile = fetch_between_blocks = habit;
+    pages_in_turn = tile_by_tile = fetch_meanwhile = fetch_between_blocks = large_items = habit;
     expect(kernels.forward(a), "a call had no memory");
     return out;
   }
@@ -152,6 +153,41 @@ void no_bit_changes(const Kernels& kernels) {
         }
         const std::string what = name + std::to_string(rows) + " rows, window of " + std::to_string(width);
         expect(call.run(kernels, false) == call.run(kernels, true), what);
+      }
+    }
+  }
+}
+
+// The keys and values of a call in pages, as if they lay together.
+Call without_pages(const Call& paged, DType dtype) {
+  const Pages& pages = paged.a.pages;
+  const int64_t kv_len = paged.a.kv_len, row = Call::kDim * (dtype == DType::f32 ? 4 : 2);
+  Call call(dtype, kv_len, 0, false, 0);
+  call.q = paged.q;
+  call.a.q.data = call.q.data();
+  for (int64_t head = 0; head < Call::kKvHeads; ++head) {
+    for (int64_t j = 0; j < kv_len; ++j) {
+      const int64_t page = pages.table[j / pages.page_size];
+      const int64_t from = ((page * Call::kKvHeads + head) * pages.page_size + j % pages.page_size) * row;
+      const int64_t to = (head * kv_len + j) * row;
+      std::memcpy(call.k.data() + to, paged.k.data() + from, static_cast<size_t>(row));
+      std::memcpy(call.v.data() + to, paged.v.data() + from, static_cast<size_t>(row));
+    }
+  }
+  return call;
+}
+
+// Whole sixteens of a page are taken at once where tiles multiply.
+void pages_change_no_bit(const Kernels& kernels) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const int64_t page : {8, 16, 32, 48, 100, 512, 1024}) {
+      for (const int64_t kv_len : {7, 16, 33, 500, 512, 560, 1000, 1537}) {
+        Call paged(dtype, kv_len, page, false, static_cast<uint64_t>(kv_len + page));
+        Call together = without_pages(paged, dtype);
+        const std::string what = std::string(kernels.name) + ", " + std::to_string(kv_len) +
+                                 " keys that lie in pages of " + std::to_string(page) + " and together";
+        for (const bool habit : {false, true})
+          expect(paged.run(kernels, habit) == together.run(kernels, habit), what);
       }
     }
   }
@@ -257,14 +293,15 @@ void heads_of_small_pages() {
 }
 
 void no_bit_changes() {
-  const bool before[] = {pages_in_turn, tile_by_tile, fetch_meanwhile, fetch_between_blocks};
+  const bool before[] = {pages_in_turn, tile_by_tile, fetch_meanwhile, fetch_between_blocks, large_items};
   for (const Kernels* const* set = available(); *set != nullptr; ++set) {
     if ((*set)->prepare && (*set)->prepare() != nullptr) continue;
     no_bit_changes(**set);
+    pages_change_no_bit(**set);
     no_bit_of_a_gradient_changes(**set);
   }
   pages_in_turn = before[0], tile_by_tile = before[1], fetch_meanwhile = before[2];
-  fetch_between_blocks = before[3];
+  fetch_between_blocks = before[3], large_items = before[4];
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ class Backward {
     Fetcher fetcher;
     fetcher.soon.clear();
     fetcher.later.clear();
-    if (fetch_between_blocks) w.fetcher = &fetcher;
+    if (fetch_between_blocks && !U::kInTiles) w.fetcher = &fetcher;  // in tiles nothing is gained
     for (;;) {
       const int64_t item = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
       if (item >= items_) return;

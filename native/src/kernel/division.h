@@ -165,7 +165,7 @@ inline Division divide(const Arguments& a) {
   }
   d.by_strips = d.kept > kChunk && d.splits == 1 && kv_len <= d.kept * kTile;
   if (d.splits == 1 && sparse) share_tiles(a, rows, kRows * kMostStrips, &d);
-  const int64_t most_shared = U::kInTiles ? most_rows_to_share(d, most_rows) : most_rows;
+  const int64_t most_shared = U::kInTiles || large_items ? most_rows_to_share(d, most_rows) : most_rows;
   if (d.splits == 1 && a.terms == 0 && d.sharing == 1) share_tiles(a, rows, most_shared, &d);
   return d;
 }

@@ -9,6 +9,7 @@
 
 #include "kernel/few.h"
 #include "kernel/few_byte_tiles.h"
+#include "kernel/few_fetching.h"
 #include "kernel/few_quarters.h"
 #include "kernel/few_tiles.h"
 #include "kernel/few_words.h"
@@ -17,16 +18,6 @@
 #include "memory_habits.h"
 
 namespace polyattn::POLYATTN_NAMESPACE {
-
-// What items fetch while they meet keys: rows so many ahead, or the next block's, of several pages in turn.
-enum class Fetching { nothing, rows, pages };
-
-// A chunk of keys that `count` items meet, from key `begin` to `stop` - 1. It goes on at key `end`, up to `last` - 1.
-struct Met {
-  int64_t begin, stop, end, last;
-  Fetching fetching;
-  int count;
-};
 
 // T: of queries and outputs; C: of keys and values as they are stored.
 template <class S, class U, class T, class C>
@@ -96,7 +87,7 @@ class FewRows {
                               : by_pages(count, stop - begin) ? Fetching::pages
                                                               : Fetching::rows;
     const Met met{begin, stop, end, goes_on ? items[0].q.kv_len : last, fetching, count};
-    if (!even(items[0].rows)) look_up(w, items[0].q, met);
+    if (!even(items[0].rows)) look_up(w, items[0].q, items[0].rows, met);
     if constexpr (kCoded<C>) {
       for (int i = 0; i < count; ++i) {
         Workspace own = w.of(d_, i);
@@ -112,15 +103,16 @@ class FewRows {
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       float* const to = own.scores + tile.first + from;
       const int count_of_rows = own.strips[0].count;
-      const auto meet = [&](const auto& keys, const auto& next) {
+      const auto meet_in_tiles = [&](const auto& keys, const auto& next) {
         if constexpr (kTiles) {
-          if (in_tiles(count_of_rows)) {
-            FewTiles<S, U, C> products;  // its memory is not cleared
-            products.scores(own.q, count_of_rows, tile_keys(a_.k, keys, here, next), a_.head_dim, to,
-                            kScoreRow);
-            return scale(to, own.key_scales + place, here, count_of_rows);
-          }
+          FewTiles<S, U, C> products;  // its memory is not cleared
+          products.scores(own.q, count_of_rows, tile_keys(a_.k, keys, here, next), a_.head_dim, to,
+                          kScoreRow);
+          scale(to, own.key_scales + place, here, count_of_rows);
         }
+      };
+      const auto meet = [&](const auto& keys, const auto& next) {
+        if (kTiles && in_tiles(count_of_rows)) return meet_in_tiles(keys, next);
         if constexpr (kByteTiles) {
           if (words() && in_tiles(count_of_rows)) {
             FewByteTiles<S, U> products;
@@ -138,9 +130,15 @@ class FewRows {
                          then = run(a_.v, values_, items[i], begin, stop);
         return meet(now.rows.from_row(place), [&](int64_t j) { return ahead_of(now, then, place + j, met); });
       }
-      const C* const* at = reinterpret_cast<const C* const*>(w.keys_at) + place;
-      const Ahead<C> next = behind(at, w.next_keys, place, offset, fetching, count);
-      meet(LocatedRows<C>{at, offset}, [&](int64_t j) { return next.from_row(j); });
+      const C* const* const at = reinterpret_cast<const C* const*>(w.keys_at);
+      if (in_sixteens(count_of_rows)) {
+        const PageRows<C> now{at, a_.k.row, offset};
+        return meet_in_tiles(now.from_row(place),
+                             [&](int64_t j) { return ahead_of(now, place + j, met, keys_); });
+      }
+      const LocatedRows<C> now{at, offset};
+      const Ahead<C> next = ahead_of(now, w.next_keys, place, met);
+      meet(LocatedRows<C>{at + place, offset}, [&](int64_t j) { return next.from_row(j); });
     });
     for (int i = 0; i < count; ++i) {
       Workspace own = w.of(d_, i);
@@ -162,13 +160,12 @@ class FewRows {
       const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - met.begin + from;
       const float* p = own.scores + (tile.first + from) / U::kValues;
+      const auto meet_in_tiles = [&](const auto& values, const auto& next) {
+        const Care care{careful, own.words + int64_t{n} * kRows, visits[i].mixed + n, from};
+        if constexpr (kTiles) tile_values(own, p, care, tile_keys(a_.v, values, here, next));
+      };
       const auto meet = [&](const auto& values, const auto& next) {
-        if constexpr (kTiles) {
-          if (in_tiles(own.strips[0].count)) {
-            const Care care{careful, own.words + int64_t{n} * kRows, visits[i].mixed + n, from};
-            return tile_values(own, p, care, tile_keys(a_.v, values, here, next));
-          }
-        }
+        if (kTiles && in_tiles(own.strips[0].count)) return meet_in_tiles(values, next);
         if constexpr (kByteTiles) {
           if (words() && in_tiles(own.strips[0].count)) {
             FewByteTiles<S, U> products;
@@ -186,10 +183,16 @@ class FewRows {
         const EvenRun<C> then = run(a_.k, keys_, items[i], met.end, met.last);
         return meet(now.rows.from_row(place), [&](int64_t j) { return ahead_of(now, then, place + j, met); });
       }
-      const C* const* at = reinterpret_cast<const C* const*>(w.values_at) + place;
+      const C* const* const at = reinterpret_cast<const C* const*>(w.values_at);
       const int64_t offset = items[i].kv_head * a_.v.head;
-      const Ahead<C> next = behind(at, w.next_values, place, offset, met.fetching, met.count);
-      meet(LocatedRows<C>{at, offset}, [&](int64_t j) { return next.from_row(j); });
+      if (in_sixteens(own.strips[0].count)) {
+        const PageRows<C> now{at, a_.v.row, offset};
+        return meet_in_tiles(now.from_row(place),
+                             [&](int64_t j) { return ahead_of(now, place + j, met, values_); });
+      }
+      const LocatedRows<C> now{at, offset};
+      const Ahead<C> next = ahead_of(now, w.next_values, place, met);
+      meet(LocatedRows<C>{at + place, offset}, [&](int64_t j) { return next.from_row(j); });
     };
     if (kTiles && d_.together == 1 && in_tiles(items[0].rows)) {
       by_runs(visits[0], [&](int n, int64_t keys) { each(0, n, 0, keys); });
@@ -241,19 +244,34 @@ class FewRows {
     return {{first, x.row}, larger<int64_t>(end - begin, 0), &orders};
   }
   static EvenAhead<C> ahead_of(const EvenRun<C>& now, const EvenRun<C>& next, int64_t place, const Met& met) {
-    if (met.fetching == Fetching::nothing) return now.nothing();
-    return POLYATTN_NAMESPACE::ahead_of(now, next, place, met.fetching == Fetching::pages, ahead(met.count));
+    return POLYATTN_NAMESPACE::ahead_of(now, next, place, met.fetching, ahead(met.count));
+  }
+  static Ahead<C> ahead_of(const LocatedRows<C>& rows, const void* const* next, int64_t place,
+                           const Met& met) {
+    return POLYATTN_NAMESPACE::ahead_of(rows, next, place, met.fetching, ahead(met.count));
+  }
+  static PageAhead<C> ahead_of(const PageRows<C>& rows, int64_t place, const Met& met,
+                               const FetchOrders& orders) {
+    return POLYATTN_NAMESPACE::ahead_of(rows, place, met.fetching, ahead(met.count), orders.of(true).power);
   }
 
+  // Whether so many query rows take keys in pages sixteen at a time.
+  bool in_sixteens(int64_t rows) const { return kTiles && in_tiles(rows) && lie_in_sixteens(a_); }
+
   // Where the rows of a chunk lie, and those that are fetched meanwhile.
-  void look_up(Workspace& w, const Sequence& q, const Met& met) const {
+  void look_up(Workspace& w, const Sequence& q, int64_t rows, const Met& met) const {
     const int64_t more = met.fetching == Fetching::pages     ? kAheadBlock
                          : met.fetching == Fetching::nothing ? 0
                                                              : kAheadCodes;
-    locate(a_, a_.k, a_.v, q, met.begin, met.stop, met.begin, met.stop, more,
-           reinterpret_cast<const C**>(w.keys_at));
-    locate(a_, a_.v, a_.k, q, met.begin, met.stop, met.end, met.last, more,
-           reinterpret_cast<const C**>(w.values_at));
+    const C **const keys = reinterpret_cast<const C**>(w.keys_at),
+                    **const values = reinterpret_cast<const C**>(w.values_at);
+    if (in_sixteens(rows)) {
+      locate_sixteens(a_, a_.k, a_.v, q, met.begin, met.stop, met.begin, met.stop, more, keys);
+      locate_sixteens(a_, a_.v, a_.k, q, met.begin, met.stop, met.end, met.last, more, values);
+      return;
+    }
+    locate(a_, a_.k, a_.v, q, met.begin, met.stop, met.begin, met.stop, more, keys);
+    locate(a_, a_.v, a_.k, q, met.begin, met.stop, met.end, met.last, more, values);
     if (met.fetching == Fetching::pages) order_pages(w);
   }
 
@@ -269,14 +287,6 @@ class FewRows {
   // side rows are in several pages anyway, and codes of fp8 are computed more slowly than they are read.
   static bool by_pages(int count, int64_t keys) {
     return S::kPagesInTurn && pages_in_turn && !std::is_same_v<C, F8> && count == 1 && keys >= kChunkKeys;
-  }
-
-  // What is fetched while rows are met that lie at `at`, number `place` of a chunk; `next`: of its rows, by pages.
-  static Ahead<C> behind(const C* const* at, const void* const* next, int64_t place, int64_t offset,
-                         Fetching fetching, int count) {
-    if (fetching == Fetching::nothing) return {nullptr, 0};
-    if (fetching == Fetching::rows) return {at + ahead(count), offset};
-    return {reinterpret_cast<const C* const*>(next) + place, offset};
   }
 
   // Scores of R rows, with the keys' scales in them.
