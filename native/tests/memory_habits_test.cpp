@@ -141,8 +141,8 @@ void no_bit_changes(const Kernels& kernels) {
         }
       }
     }
-    for (const int64_t rows : {9, 64, 150, 700}) {
-      for (const int64_t width : {0, 3, 90, 700}) {
+    for (const int64_t rows : {9, 64, 700}) {
+      for (const int64_t width : {int64_t{0}, int64_t{90}, kUnbounded}) {
         Call call(dtype, 600, 0, false, static_cast<uint64_t>(rows + width), rows);
         if (width > 0) {
           call.a.terms = 1;
@@ -152,7 +152,11 @@ void no_bit_changes(const Kernels& kernels) {
           call.a.term[0].bottom_right = true;
         }
         const std::string what = name + std::to_string(rows) + " rows, window of " + std::to_string(width);
-        expect(call.run(kernels, false) == call.run(kernels, true), what);
+        const std::vector<uint8_t> found = call.run(kernels, false);
+        for (const int threads : {1, 7}) {  // by which items may grow
+          call.a.threads = threads;
+          expect(found == call.run(kernels, true), what + ", threads: " + std::to_string(threads));
+        }
       }
     }
   }
@@ -180,14 +184,14 @@ Call without_pages(const Call& paged, DType dtype) {
 // Whole sixteens of a page are taken at once where tiles multiply.
 void pages_change_no_bit(const Kernels& kernels) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
-    for (const int64_t page : {8, 16, 32, 48, 100, 512, 1024}) {
-      for (const int64_t kv_len : {7, 16, 33, 500, 512, 560, 1000, 1537}) {
+    for (const int64_t page : {8, 16, 48, 1024}) {
+      for (const int64_t kv_len : {7, 33, 560, 1537}) {
         Call paged(dtype, kv_len, page, false, static_cast<uint64_t>(kv_len + page));
         Call together = without_pages(paged, dtype);
         const std::string what = std::string(kernels.name) + ", " + std::to_string(kv_len) +
                                  " keys that lie in pages of " + std::to_string(page) + " and together";
-        for (const bool habit : {false, true})
-          expect(paged.run(kernels, habit) == together.run(kernels, habit), what);
+        const std::vector<uint8_t> found = together.run(kernels, false);
+        for (const bool habit : {false, true}) expect(found == paged.run(kernels, habit), what);
       }
     }
   }

@@ -93,13 +93,37 @@ inline int64_t most_rows_to_share(const Division& d, int64_t most) {
       most, smaller<int64_t>(kBytes / (4 * (d.q_units + d.v_columns)), kRows * kMostStrips) / kRows * kRows);
 }
 
-// Makes items larger while each thread has several: they share the packing of a tile. Only where what a row
+// Whether the keys that any rows see begin at the first one, so that chunks begin at the same keys in every item.
+inline bool sees_from_the_first(const Arguments& a) {
+  for (int i = 0; i < a.terms; ++i) {
+    switch (a.term[i].kind) {
+      case TermKind::band:
+        if (a.term[i].low > -kUnbounded) return false;
+        break;
+      case TermKind::everything:
+      case TermKind::kv_limit:
+      case TermKind::q_limit:
+      case TermKind::q_start:
+      case TermKind::first_keys:
+      case TermKind::dense:
+      case TermKind::both:
+      case TermKind::either:
+        break;
+      default:
+        return false;
+    }
+  }
+  return true;
+}
+
+// Makes items larger while each thread has `several`: they share the packing of a tile. Only where what a row
 // computes does not depend on the item that it is in, which the last few rows of a head must not become.
-inline void share_tiles(const Arguments& a, int64_t rows, int64_t most, Division* d) {
-  const int64_t enough = larger<int64_t>(int64_t{a.threads} * 4, 8), last = rows % kRows;
+inline void share_tiles(const Arguments& a, int64_t rows, int64_t most, int64_t several, Division* d) {
+  const int64_t enough = larger<int64_t>(int64_t{a.threads} * several, 2 * several), last = rows % kRows;
   if (a.cu_q || (last > 0 && last <= kFewRows)) return;
-  while (d->rows % kRows == 0 && d->rows < rows && 2 * d->rows <= most &&
-         d->heads * blocks_of(rows, 2 * d->rows) >= enough) {
+  const auto of_head = [d](int64_t of_item) { return of_item / d->sharing; };
+  while (d->rows % kRows == 0 && of_head(d->rows) < rows && 2 * d->rows <= most &&
+         d->heads * blocks_of(rows, of_head(2 * d->rows)) >= enough) {
     d->rows *= 2;
   }
   count_items(a, rows, d);
@@ -164,9 +188,12 @@ inline Division divide(const Arguments& a) {
     d.kept = smaller<int64_t>(larger<int64_t>(kKeptBytes / tile, kChunk), kMostKept);
   }
   d.by_strips = d.kept > kChunk && d.splits == 1 && kv_len <= d.kept * kTile;
-  if (d.splits == 1 && sparse) share_tiles(a, rows, kRows * kMostStrips, &d);
-  const int64_t most_shared = U::kInTiles || large_items ? most_rows_to_share(d, most_rows) : most_rows;
-  if (d.splits == 1 && a.terms == 0 && d.sharing == 1) share_tiles(a, rows, most_shared, &d);
+  if (d.splits == 1 && sparse) share_tiles(a, rows, kRows * kMostStrips, 4, &d);
+  const bool large = U::kInTiles || large_items;
+  const int64_t most_shared = large ? most_rows_to_share(d, most_rows) : most_rows;
+  // under a mask items are not alike, and small ones end the call
+  if (d.splits == 1 && (large ? !sparse && sees_from_the_first(a) : a.terms == 0 && d.sharing == 1))
+    share_tiles(a, rows, most_shared, a.terms == 0 ? 4 : 8, &d);
   return d;
 }
 
