@@ -215,7 +215,7 @@ std::vector<float> gradients_of(const Kernels& kernels, Call& call, std::vector<
 
 void no_bit_of_a_gradient_changes(const Kernels& kernels) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
-    for (const int64_t rows : {9, 64, 150, 700}) {
+    for (const int64_t rows : {9, 64, 150}) {
       Call call(dtype, 1100, 0, false, static_cast<uint64_t>(rows), rows);
       std::vector<float> lse(static_cast<size_t>(Call::kQHeads * rows));
       call.a.lse = {lse.data(), 0, rows, 1, {}};
