@@ -103,7 +103,7 @@ class FewRows {
       const int64_t place = tile.j0 - begin + from, offset = items[i].kv_head * a_.k.head;
       float* const to = own.scores + tile.first + from;
       const int count_of_rows = own.strips[0].count;
-      const auto meet_in_tiles = [&](const auto& keys, const auto& next) {
+      const auto meet_in_tiles = [&]([[maybe_unused]] const auto& keys, [[maybe_unused]] const auto& next) {
         if constexpr (kTiles) {
           FewTiles<S, U, C> products;  // its memory is not cleared
           products.scores(own.q, count_of_rows, tile_keys(a_.k, keys, here, next), a_.head_dim, to,
@@ -160,7 +160,7 @@ class FewRows {
       const Tile& tile = visits[i].tile[n];
       const int64_t place = tile.j0 - met.begin + from;
       const float* p = own.scores + (tile.first + from) / U::kValues;
-      const auto meet_in_tiles = [&](const auto& values, const auto& next) {
+      const auto meet_in_tiles = [&]([[maybe_unused]] const auto& values, [[maybe_unused]] const auto& next) {
         const Care care{careful, own.words + int64_t{n} * kRows, visits[i].mixed + n, from};
         if constexpr (kTiles) tile_values(own, p, care, tile_keys(a_.v, values, here, next));
       };
