@@ -127,6 +127,18 @@ struct Call {
   }
 };
 
+// Many queries on 600 keys, of which each sees so many before its own; 0: all.
+Call windowed(DType dtype, int64_t rows, int64_t width) {
+  Call call(dtype, 600, 0, false, static_cast<uint64_t>(rows + width), rows);
+  if (width == 0) return call;
+  call.a.terms = 1;
+  call.a.term[0].kind = TermKind::band;
+  call.a.term[0].low = -width;
+  call.a.term[0].high = 1;
+  call.a.term[0].bottom_right = true;
+  return call;
+}
+
 void no_bit_changes(const Kernels& kernels) {
   const std::string name = std::string(kernels.name) + ", ";
   for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -141,22 +153,27 @@ void no_bit_changes(const Kernels& kernels) {
         }
       }
     }
-    for (const int64_t rows : {9, 64, 700}) {
-      for (const int64_t width : {int64_t{0}, int64_t{90}, kUnbounded}) {
-        Call call(dtype, 600, 0, false, static_cast<uint64_t>(rows + width), rows);
-        if (width > 0) {
-          call.a.terms = 1;
-          call.a.term[0].kind = TermKind::band;
-          call.a.term[0].low = -width;
-          call.a.term[0].high = 1;
-          call.a.term[0].bottom_right = true;
-        }
+    for (const int64_t rows : {9, 64, 150, 700}) {
+      for (const int64_t width : {0, 3, 90, 700}) {
+        Call call = windowed(dtype, rows, width);
         const std::string what = name + std::to_string(rows) + " rows, window of " + std::to_string(width);
-        const std::vector<uint8_t> found = call.run(kernels, false);
-        for (const int threads : {1, 7}) {  // by which items may grow
-          call.a.threads = threads;
-          expect(found == call.run(kernels, true), what + ", threads: " + std::to_string(threads));
-        }
+        expect(call.run(kernels, false) == call.run(kernels, true), what);
+      }
+    }
+  }
+}
+
+// Items grow by the number of threads.
+void threads_change_no_bit(const Kernels& kernels) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const int64_t width : {int64_t{0}, kUnbounded}) {
+      Call call = windowed(dtype, 700, width);
+      const std::vector<uint8_t> found = call.run(kernels, false);
+      for (const int threads : {1, 7}) {
+        call.a.threads = threads;
+        expect(found == call.run(kernels, true), std::string(kernels.name) + ", window of " +
+                                                     std::to_string(width) +
+                                                     ", threads: " + std::to_string(threads));
       }
     }
   }
@@ -215,7 +232,7 @@ std::vector<float> gradients_of(const Kernels& kernels, Call& call, std::vector<
 
 void no_bit_of_a_gradient_changes(const Kernels& kernels) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
-    for (const int64_t rows : {9, 64, 150}) {
+    for (const int64_t rows : {9, 64, 150, 700}) {
       Call call(dtype, 1100, 0, false, static_cast<uint64_t>(rows), rows);
       std::vector<float> lse(static_cast<size_t>(Call::kQHeads * rows));
       call.a.lse = {lse.data(), 0, rows, 1, {}};
@@ -301,6 +318,7 @@ void no_bit_changes() {
   for (const Kernels* const* set = available(); *set != nullptr; ++set) {
     if ((*set)->prepare && (*set)->prepare() != nullptr) continue;
     no_bit_changes(**set);
+    threads_change_no_bit(**set);
     pages_change_no_bit(**set);
     no_bit_of_a_gradient_changes(**set);
   }
