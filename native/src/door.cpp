@@ -35,6 +35,11 @@ PyObject* forget(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* arm(PyObject* self, PyObject* armed) {
+  reinterpret_cast<DoorObject*>(self)->owned->arm(armed == Py_True);
+  Py_RETURN_NONE;
+}
+
 template <PyObject* (Door::*way)(Objects), int count>
 PyCFunction method() {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<way, count>));
@@ -93,9 +98,11 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
 void add_door(nb::module_& m) {
   static PyMethodDef methods[] = {
       {"forget", forget, METH_NOARGS, "To be called when the table has changed."},
+      {"arm", arm, METH_O, "Have calls look around for requests and recorders, or not."},
       {"attention", method<&Door::attention, 13>(), METH_FASTCALL,
        "Run a call of attention, or give missed."},
       {"sdpa", method<&Door::sdpa, 8>(), METH_FASTCALL, "Run a call with torch's signature, or give missed."},
+      {"drop_in", method<&Door::drop_in, 8>(), METH_FASTCALL, "As sdpa, but miss a call under a function mode."},
       {"paged", method<&Door::paged, 12>(), METH_FASTCALL, "Run a call on pages, or give missed."},
       {"quantized", method<&Door::quantized, 14>(), METH_FASTCALL,
        "Run a call on quantised keys, or give missed."},

@@ -4,24 +4,14 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <utility>
 
 #include "door_classes.h"
 #include "door_keys.h"
+#include "door_rows.h"
 #include "door_surroundings.h"
 
 namespace polyattn {
-
-// A key that the table has, and its row.
-struct Recent {
-  nb::object key, row;
-};
-
-struct Found {
-  nb::object tensors;  // q, k and v as a tuple
-  nb::object run;
-  nb::object plan;           // where somebody records the call
-  bool is_operator = false;  // called with three tensors, and gives the output first of several
-};
 
 class Door {
  public:
@@ -45,6 +35,12 @@ class Door {
     return PyObject_Vectorcall(found.run.ptr(), a, 4, nullptr);
   }
 
+  // As sdpa, but where a function mode is in force: that may want to see the call.
+  PyObject* drop_in(Objects a) {
+    const Outcome modes = here_.asked(kFunctionModes);
+    return modes == kNo ? sdpa(a) : left(modes == kYes ? kNo : kError);
+  }
+
   PyObject* paged(Objects a) {
     Found found;
     const Outcome outcome = find_paged(a, found);
@@ -61,11 +57,13 @@ class Door {
     return PyObject_Vectorcall(found.run.ptr(), call, 9, nullptr);
   }
 
+  // Whether calls have to look around for requests and recorders, from now on.
+  void arm(bool armed) { here_.arm(armed); }
+
   // The table has changed.
   void forget() {
     for (Recent& recent : recent_) {
-      const Recent before = recent;
-      recent = Recent();
+      const Recent before = std::exchange(recent, Recent());
     }
   }
 
@@ -75,6 +73,7 @@ class Door {
     for (const Recent& recent : recent_) {
       Py_VISIT(recent.key.ptr());
       Py_VISIT(recent.row.ptr());
+      if (const int found = recent.ran.traverse(visit, arg); found != 0) return found;
     }
     return 0;
   }
@@ -205,25 +204,12 @@ class Door {
 
   // Takes one of (check, run, operator, ...) if its check holds.
   static Outcome choose(PyObject* entry, Objects a, Found& found) {
-    const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
+    const Outcome same = check(entry, a, found);
     if (same != kYes) return same;
     found.is_operator = PyTuple_GET_ITEM(entry, 2) != Py_None;
     if (found.is_operator && !pack(a, found)) return kError;
     found.run = nb::borrow(PyTuple_GET_ITEM(entry, found.is_operator ? 2 : 1));
     return kYes;
-  }
-
-  static Outcome check(PyObject* function, Objects a, Found& found) {
-    if (!PyCFunction_CheckExact(function) || PyCFunction_GET_FLAGS(function) != METH_VARARGS) {
-      return truth(PyObject_Vectorcall(function, a, 3, nullptr));
-    }
-    if (!pack(a, found)) return kError;
-    return truth(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function), found.tensors.ptr()));
-  }
-
-  static bool pack(Objects a, Found& found) {
-    if (!found.tensors.is_valid()) found.tensors = nb::steal(PyTuple_Pack(3, a[0], a[1], a[2]));
-    return found.tensors.is_valid();
   }
 
   Outcome find(const Key& of, const Around& around, Objects a, Shapes& shapes, Found& found) {
@@ -247,25 +233,22 @@ class Door {
       if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
       row = nb::borrow(known);
       if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != 5) return kNo;
-      const Recent before = recent;  // whose end may run other code: after both are set
-      recent = {key, row};
+      // whose end may run other code: after it is set
+      const Recent before = std::exchange(recent, Recent{key, row, {}});
     }
-    Outcome outcome = check(PyTuple_GET_ITEM(row.ptr(), 0), a, found);
-    if (outcome == kYes) take(row.ptr(), 2, found);
-    if (outcome == kNo) outcome = find_by_shapes(PyTuple_GET_ITEM(row.ptr(), 3), a, found);
-    const bool exact = outcome == kYes;
+    bool exact = true;
+    Outcome outcome = recent.ran.find(a, shapes, found, exact);
     if (outcome == kNo) {
-      outcome = find_by_class(PyTuple_GET_ITEM(row.ptr(), 4), a, shapes, found);
+      nb::object entry;
+      outcome = find_in_row(row.ptr(), a, shapes, found, entry, exact);
+      // unless the table has changed meanwhile, and the row is not what it was
+      if (outcome == kYes && recent.row.is(row)) {
+        const nb::object before = recent.ran.add(std::move(entry), exact, shapes);
+      }
     }
     if (outcome != kYes || !around.recorders.is_valid()) return outcome;
     const bool biased = of.door == here_[kAttention] || of.door == here_[kQuantized];
     return noted(around.recorders, found, exact ? nullptr : a, biased);
-  }
-
-  // Of an entry or a row: what runs its calls, and its plan.
-  static void take(PyObject* entry, Py_ssize_t plan, Found& found) {
-    found.run = nb::borrow(PyTuple_GET_ITEM(entry, 1));
-    found.plan = nb::borrow(PyTuple_GET_ITEM(entry, plan));
   }
 
   // Tells the recorders what was chosen; `a`: the arguments of a call that a class has served, of
@@ -289,49 +272,6 @@ class Door {
     std::size_t mixed = 0;
     for (const int i : {0, 1, 5, 19}) mixed = mixed * 31 + reinterpret_cast<std::size_t>(fields[i]) / 16;
     return mixed % kRecent;
-  }
-
-  static Outcome find_by_shapes(PyObject* by_shapes, Objects a, Found& found) {
-    if (!PyDict_Check(by_shapes)) return kNo;
-    const nb::object shapes = nb::steal(PyTuple_New(3));
-    if (!shapes.is_valid()) return kError;
-    for (int i = 0; i < 3; ++i) {
-      PyObject* const shape = PyObject_GetAttr(a[i], names().shape);
-      if (shape == nullptr) return kError;
-      PyTuple_SET_ITEM(shapes.ptr(), i, shape);
-    }
-    PyObject* const known = PyDict_GetItemWithError(by_shapes, shapes.ptr());
-    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
-    const nb::object alike = nb::borrow(known);
-    for (Py_ssize_t i = 0; PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i) {
-      PyObject* const entry = PyTuple_GET_ITEM(known, i);
-      if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 3) return kNo;
-      const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
-      if (same == kYes) take(entry, 2, found);
-      if (same != kNo) return same;
-    }
-    return kNo;
-  }
-
-  static Outcome find_by_class(PyObject* by_class, Objects a, Shapes& shapes, Found& found) {
-    if (!PyDict_Check(by_class) || PyDict_GET_SIZE(by_class) == 0) return kNo;
-    const nb::object key = shapes.class_key();
-    if (!key.is_valid()) return kError;
-    PyObject* const known = key.is_none() ? nullptr : PyDict_GetItemWithError(by_class, key.ptr());
-    if (known == nullptr) return PyErr_Occurred() != nullptr ? kError : kNo;
-    const nb::object alike = nb::borrow(known);
-    for (Py_ssize_t i = 0; PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i) {
-      PyObject* const entry = PyTuple_GET_ITEM(known, i);  // (check, run, plan, low, high)
-      if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5) return kNo;
-      const long long low = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 3)),
-                      high = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 4));
-      if (PyErr_Occurred() != nullptr) return kError;
-      if (shapes.keys() < low || shapes.keys() > high) continue;
-      const Outcome same = check(PyTuple_GET_ITEM(entry, 0), a, found);
-      if (same == kYes) take(entry, 2, found);
-      if (same != kNo) return same;
-    }
-    return kNo;
   }
 
   static PyObject* first_of(PyObject* several) {

@@ -4,11 +4,16 @@
 
 #include <nanobind/nanobind.h>
 
+#include <array>
 #include <utility>
 
 #include "door_surroundings.h"
 
 namespace polyattn {
+
+// What says of which class sizes are: batch and lengths rounded up, which length is larger, heads and dims.
+constexpr int kClassSizes = 8;
+using ClassSizes = std::array<long long, kClassSizes>;
 
 // The shapes of query and key, and of value once it is asked for. polyattn/torch/size_classes.py says what
 // a class of sizes is.
@@ -35,22 +40,26 @@ class Shapes {
     return size(0, rank - from_end);
   }
 
+  // Reads all three; kNo: these are no sizes of a class. kError: a Python error is set.
+  Outcome read_all() {
+    if (known_ != kUnknown) return static_cast<Outcome>(known_);
+    if (!read() || (!shape_[2].is_valid() && !read(2))) return kError;
+    const Outcome found = classify() ? kYes : kNo;
+    known_ = found;
+    return found;
+  }
+
+  // Of read_all(), where that gave kYes.
+  const ClassSizes& sizes() const { return sizes_; }
+
   // The key under which the table has the entries of this class of sizes; none: there is no class.
   // nullptr: a Python error is set.
   nb::object class_key() {
-    if (!read() || (!shape_[2].is_valid() && !read(2))) return nb::object();
-    if (count(0) != 4 || count(1) != 4 || count(2) != 4) return none();
-    const int row = row_, head = 3 - row;
-    const long long b = size(0, 0), t = size(0, row), s = size(1, row);
-    const bool fits = size(1, 0) == b && size(1, 3) == size(0, 3) && size(2, 0) == b && size(2, row) == s &&
-                      size(2, head) == size(1, head);
-    if (!fits || b < 1 || b > kMostBatch || t < 1 || s < kFewest) return none();
-    const long long order = t < s ? -1 : t > s ? 1 : 0;
-    const long long parts[] = {up(b),         up(t),         up(s),      order,
-                               size(0, head), size(1, head), size(0, 3), size(2, 3)};
-    nb::object key = nb::steal(PyTuple_New(8));
-    for (int i = 0; key.is_valid() && i < 8; ++i) {
-      PyObject* const part = PyLong_FromLongLong(parts[i]);
+    const Outcome found = read_all();
+    if (found != kYes) return found == kError ? nb::object() : none();
+    nb::object key = nb::steal(PyTuple_New(kClassSizes));
+    for (int i = 0; key.is_valid() && i < kClassSizes; ++i) {
+      PyObject* const part = PyLong_FromLongLong(sizes_[i]);
       if (part == nullptr) return nb::object();
       PyTuple_SET_ITEM(key.ptr(), i, part);
     }
@@ -61,6 +70,20 @@ class Shapes {
 
  private:
   static constexpr long long kFewest = 17, kMostBatch = 1 << 15;
+  static constexpr int kUnknown = 2;
+
+  // Whether there is a class of these sizes; sets what says which.
+  bool classify() {
+    if (count(0) != 4 || count(1) != 4 || count(2) != 4) return false;
+    const int row = row_, head = 3 - row;
+    const long long b = size(0, 0), t = size(0, row), s = size(1, row);
+    const bool fits = size(1, 0) == b && size(1, 3) == size(0, 3) && size(2, 0) == b && size(2, row) == s &&
+                      size(2, head) == size(1, head);
+    if (!fits || b < 1 || b > kMostBatch || t < 1 || s < kFewest) return false;
+    const long long order = t < s ? -1 : t > s ? 1 : 0;
+    sizes_ = {up(b), up(t), up(s), order, size(0, head), size(1, head), size(0, 3), size(2, 3)};
+    return true;
+  }
 
   bool read(int i) {
     nb::object shape = nb::steal(PyObject_GetAttr(tensors_[i], names().shape));
@@ -88,8 +111,9 @@ class Shapes {
   }
 
   Objects tensors_;
-  int row_;
+  int row_, known_ = kUnknown;
   nb::object shape_[3];
+  ClassSizes sizes_;
 };
 
 // An array's shape, where it is as whole as the scores -1; polyattn.torch.cache.pattern does the same.

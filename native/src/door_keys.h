@@ -128,12 +128,23 @@ class Keys {
         for (int j = 0; j < 3; ++j) {
           if (PyTuple_GET_ITEM(known, j) != parts[j]->ptr()) return false;
         }
-      } else if (known != fields[i]) {
-        if (!PyFloat_CheckExact(known) || !PyFloat_CheckExact(fields[i])) return false;
-        if (PyFloat_AS_DOUBLE(known) != PyFloat_AS_DOUBLE(fields[i])) return false;
+      } else if (known != fields[i] && !is_equal(known, fields[i])) {
+        return false;
       }
     }
     return true;
+  }
+
+  // Whether two fields are the same number, or say the same of an array: such a tuple is made anew for
+  // each call.
+  static bool is_equal(PyObject* known, PyObject* field) {
+    if (PyFloat_CheckExact(known) && PyFloat_CheckExact(field)) {
+      return PyFloat_AS_DOUBLE(known) == PyFloat_AS_DOUBLE(field);
+    }
+    if (!PyTuple_CheckExact(known) || !PyTuple_CheckExact(field)) return false;
+    const int equal = PyObject_RichCompareBool(known, field, Py_EQ);
+    if (equal < 0) PyErr_Clear();
+    return equal == 1;
   }
 
   // Whether no option is of a type that admission refuses though it equals what it takes: True, 1.0.

@@ -19,11 +19,11 @@ enum Part : int {
   kNested,  // the descriptor of their attribute is_nested
   kRows,    // of the table: by key (check, run, plan, by_shapes, by_class)
   kPlain,   // of the table: by layout (check, run, operator, determined, environ, others)
-  kState,
   kLocal,
   kScope,  // context variables
   kRecording,
   kDetermined,  // functions of torch without arguments
+  kFunctionModes,
   kGradMode,
   kFlash,  // from here on its switches
   kEfficient,
@@ -57,7 +57,6 @@ struct Names {
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* mask = PyUnicode_InternFromString("mask");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
-  PyObject* armed = PyUnicode_InternFromString("armed");
   PyObject* members = PyUnicode_InternFromString("members");
   PyObject* module = PyUnicode_InternFromString("module");
   PyObject* selection = PyUnicode_InternFromString("selection");
@@ -136,13 +135,15 @@ class Surroundings {
       const Outcome nested = truth(nested_->get(a[i], nested_->closure));
       if (nested != kNo) return nested == kError ? kError : kNo;
     }
-    const Outcome armed = truth(PyObject_GetAttr(part_[kState], names().armed));
-    if (armed != kYes) return armed == kError ? kError : kYes;
+    if (!armed_) return kYes;
     const Outcome watched = is_watched();
     if (watched != kNo) return watched == kError ? kError : kNo;
     return look_for_recorders(around) ? look_around(around) : kError;
   }
 
+  void arm(bool armed) { armed_ = armed; }
+
+  // Whether a function says so, or counts any.
   Outcome asked(Part function) const { return truth(function_[function]()); }
 
   bool read_switches(bool (&on)[4]) const {
@@ -218,7 +219,8 @@ class Surroundings {
     return !hooks.is_valid() ? kError : hooks.is_none() ? kNo : kYes;
   }
 
-  nb::object owner_;  // of what part_ points to
+  bool armed_ = true;  // polyattn.selection.scopes says when it changes
+  nb::object owner_;   // of what part_ points to
   PyObject* part_[kParts];
   Function function_[kParts];
   PyGetSetDef* nested_;

@@ -109,11 +109,12 @@ def _no_scope_yet() -> Iterator[None]:
     """Be like a process that has never entered a scope; other rows here have."""
     from polyattn.selection import scopes
 
-    before, scopes.state.armed = scopes.state.armed, False
+    before = scopes.state.armed
+    scopes.arm(False)
     try:
         yield
     finally:
-        scopes.state.armed = before
+        scopes.arm(before)
 
 
 def our_cases() -> list[Case]:

@@ -101,6 +101,7 @@ class Router:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.entered = False  # until it is, what a program kept of the stand-ins goes to torch
+        self.is_quick = False  # entered, and nobody listens or asks: calls need nothing of this
         self.depth = 0
         self.listeners: tuple[Listener, ...] = ()
         self.scopes: tuple[str, ...] = ()  # for threads, which begin without any scope
@@ -117,6 +118,7 @@ class Router:
         """Put all stand-ins in place, unless they are; `scope` holds in threads without one."""
         with self.lock:
             before = self.depth, self.scopes, self.listeners
+            self.is_quick = False
             try:
                 self.depth += 1
                 self.scopes = (*self.scopes, scope or (self.scopes[-1] if self.scopes else ""))
@@ -135,10 +137,13 @@ class Router:
                 if self.depth == 0:
                     self._put_back()
                 raise
+            finally:
+                self._settle()
 
     def leave(self, listener: Listener | None) -> None:
         """Undo :meth:`enter`."""
         with self.lock:
+            self.is_quick = False
             self.depth -= 1
             self.scopes = self.scopes[:-1]
             if listener is not None:
@@ -152,6 +157,11 @@ class Router:
                 except BaseException:  # an interrupt, at which nothing may stay replaced
                     self._put_back()
                     raise
+            self._settle()
+
+    def _settle(self) -> None:
+        asked = bool(self.scopes and self.scopes[-1])
+        self.is_quick = self.entered and not self.listeners and not asked
 
     def _put_back(self) -> None:
         """Put what was replaced back; to do so again does no harm."""

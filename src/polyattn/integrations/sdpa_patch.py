@@ -26,7 +26,7 @@ from polyattn.integrations import grouped_heads as _grouped_heads  # noqa: F401 
 from polyattn.integrations.routing import Compiled, Listener, SdpaCall, Seam, router
 from polyattn.selection import scopes
 from polyattn.selection.requests import use_backend
-from polyattn.torch import dropin
+from polyattn.torch import dropin, short_way
 from polyattn.torch.cache import PLAIN
 from polyattn.torch.dropin import scaled_dot_product_attention as attend
 from polyattn.torch.internals import inline_as, torch_sdpa, tracing_state
@@ -49,6 +49,12 @@ def routed(
 
     Where a program kept it, it is torch's function when no routing is entered.
     """
+    if not is_dynamo_compiling() and router.is_quick:
+        found = short_way.drop_in(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        if found is not short_way.MISSED:
+            return found  # type: ignore[no-any-return]
     if not router.entered:
         return torch_sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -25,6 +25,7 @@ from polyattn.epoch import invalidate, listeners, lock
 
 __all__ = [
     "Ambient",
+    "arm",
     "ask",
     "begin",
     "current_scope",
@@ -47,6 +48,7 @@ __all__ = [
     "state",
     "suspendable",
     "tell",
+    "tell_armed",
     "watchers",
 ]
 
@@ -114,6 +116,7 @@ state = Ambient()
 local = Local()
 is_tracing: Callable[[], bool] = lambda: False  # noqa: E731 - a front-end replaces it
 call_code: Callable[[], CodeType | None] = lambda: None  # noqa: E731 - that of calls of modules
+_armed: list[Callable[[bool], None]] = []
 watchers: list[Callable[[int, bool], None]] = []
 """What is called when a scope or a recorder begins or ends here, for caches that are no guards."""
 
@@ -162,16 +165,36 @@ def _begin_epoch() -> None:
 listeners.insert(0, _begin_epoch)
 
 
+def arm(on: bool) -> None:
+    """Have calls look around for requests and recorders, or not."""
+    state.armed = on
+    for hear in _armed:
+        hear(on)
+
+
+def tell_armed(hear: Callable[[bool], None]) -> None:
+    """Have a function called with ``state.armed``, now and when it is set: for code of extensions.
+
+    To read an attribute of Python costs these a fifth of a call's way.
+    """
+    with lock:
+        _armed.append(hear)
+        hear(state.armed)
+
+
 def ask() -> None:
     """Note that something is asked for; from now on every call looks around."""
-    state.asked = state.armed = True
+    state.asked = True
+    if not state.armed:
+        with lock:
+            arm(True)
 
 
 def record(count: int) -> None:
     """Note that a recorder begins (1) or ends (-1)."""
     with lock:
         state.recorders += count
-        state.armed = state.asked or state.recorders > 0
+        arm(state.asked or state.recorders > 0)
 
 
 def set_forced(name: str | None) -> None:

@@ -94,7 +94,11 @@ def scaled_dot_product_attention(
     """
     if is_dynamo_compiling():
         return trace(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if function_modes() and has_torch_function((query,)):  # not below one that is being asked
+    found = short_way.drop_in(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if found is not _MISSED:
+        return found  # type: ignore[no-any-return]
+    modes = function_modes()
+    if modes and has_torch_function((query,)):  # not below one that is being asked
         return handle_torch_function(  # type: ignore[no-any-return]
             scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask,
             dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
@@ -103,9 +107,12 @@ def scaled_dot_product_attention(
         return torch_sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    found = short_way.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if found is not _MISSED:
-        return found  # type: ignore[no-any-return]
+    if modes:  # in vain, where they are switched off
+        found = short_way.sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        if found is not _MISSED:
+            return found  # type: ignore[no-any-return]
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
     held = key_for(query, key, value, Key.of_sdpa, *options)
     return _long_way(held, query, key, value, *options)

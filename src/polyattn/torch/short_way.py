@@ -25,7 +25,7 @@ from polyattn.native.module import load
 from polyattn.selection import scopes
 from polyattn.torch import checkpoints
 from polyattn.torch.cache import PLAIN, resized, table, wide_of
-from polyattn.torch.internals import is_grad_enabled
+from polyattn.torch.internals import function_modes, is_grad_enabled
 from polyattn.torch.keys import (
     STRANGE,
     SWITCHES,
@@ -38,7 +38,9 @@ from polyattn.torch.keys import (
     switches,
 )
 
-__all__ = ["MISSED", "attention", "in_python", "native", "paged", "quantized", "sdpa"]
+__all__ = [
+    "MISSED", "attention", "drop_in", "in_python", "native", "paged", "quantized", "sdpa",
+]  # fmt: skip
 
 MISSED: Any = type("Missed", (), {"__repr__": lambda self: "MISSED"})()
 """What is given where the call has to go the long way."""
@@ -107,6 +109,15 @@ def _sdpa(
     except STRANGE:
         return MISSED
     return MISSED if run is None else run(q, k, v, attn_mask)
+
+
+def _drop_in(
+    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, gqa: Any
+) -> Any:
+    """Go the way of :func:`_sdpa`, unless a function mode may want to see the call."""
+    if function_modes():
+        return MISSED
+    return _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, gqa)
 
 
 def _paged(
@@ -203,12 +214,14 @@ def _found(key: Key, q: Any, k: Any, v: Any, recorders: Any, *added: Any) -> Any
     return run
 
 
-in_python = SimpleNamespace(attention=_attention, sdpa=_sdpa, paged=_paged, quantized=_quantized)
-"""The four functions as they are written here."""
+in_python = SimpleNamespace(
+    attention=_attention, sdpa=_sdpa, drop_in=_drop_in, paged=_paged, quantized=_quantized
+)
+"""The functions as they are written here."""
 
 
 def _in_native() -> Any:
-    """Return the four functions of the extension, or None where it is not built."""
+    """Return the functions of the extension, or None where it is not built."""
     environ = getattr(_environ, "__self__", None)
     try:
         door = load().Door
@@ -216,8 +229,8 @@ def _in_native() -> Any:
         return None
     static = tuple(kind for kind in LEAVES if kind.static)
     parts = (
-        MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _state, _local,
-        scopes.scope, scopes.recording, determined, is_grad_enabled, *SWITCHES, *checkpoints.ASKED,
+        MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _local,
+        scopes.scope, scopes.recording, determined, function_modes, is_grad_enabled, *SWITCHES, *checkpoints.ASKED,
         environ, _BACKEND, array_key, bias_key, mask_key, resized, Dense, static,
         OPERATORS, "attention", "sdpa", "paged", "quantized", "BNTH",
     )  # fmt: skip
@@ -226,14 +239,16 @@ def _in_native() -> Any:
     except ValueError:  # sources that build other keys, or another Python's environment
         return None
     table.changed = made.forget
+    scopes.tell_armed(made.arm)
     return made
 
 
 native = _in_native()
-"""The four functions of the native extension; None where it is not built."""
+"""The functions of the native extension; None where it is not built."""
 
 _best = in_python if native is None else native
 attention: Callable[..., Any] = _best.attention
 sdpa: Callable[..., Any] = _best.sdpa
+drop_in: Callable[..., Any] = _best.drop_in
 paged: Callable[..., Any] = _best.paged
 quantized: Callable[..., Any] = _best.quantized
