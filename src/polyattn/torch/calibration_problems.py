@@ -41,6 +41,7 @@ _SIZES = {  # for each thread: query heads, heads; T, S, H
     "causal": (1, 1, 384, 384, 64),
     "short": (2, 2, 192, 192, 64),
     "decode": (4, 4, 1, 1024, 64),
+    "short decode": (16, 16, 1, 128, 64),
     "grouped decode": (8, 2, 1, 2048, 64),
     "small": (2, 2, 32, 64, 64),
     "small decode": (4, 4, 1, 192, 64),

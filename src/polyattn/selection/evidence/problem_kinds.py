@@ -37,6 +37,7 @@ KINDS = {
     "short": "short (at most 512 keys)",
     "decode": "decoding",
     "long decode": "decoding from beyond the caches",
+    "short decode": "decoding with few keys (at most 512)",
     "grouped decode": "decoding with grouped heads",
     "small": "small (some 20 us)",
     "small decode": "small (some 20 us) decoding",
@@ -79,6 +80,8 @@ def kind_of(p: Problem) -> str:
     ('dense', 'grouped decode', 'wide')
     >>> kind_of(p.with_(q_len=1)), kind_of(p.with_(q_len=1, kv_len=4000, batch=8))
     ('decode', 'long decode')
+    >>> kind_of(p.with_(q_len=1, kv_len=400))
+    'short decode'
     """
     _, t, s = p.class_sizes
     if trains(p):
@@ -86,7 +89,7 @@ def kind_of(p: Problem) -> str:
     if is_small(p):
         return "small decode" if t <= 16 < s else "small"
     if t <= 16 < s:
-        return "grouped decode" if p.gqa else "decode" if _is_cached(p) else "long decode"
+        return "grouped decode" if p.gqa else _decode(p)
     if p.mask is not None and p.mask.kinds - {"Full"} == {"Causal"}:
         return "causal"
     if s <= _SHORT:
@@ -94,9 +97,16 @@ def kind_of(p: Problem) -> str:
     return "wide" if p.head_dim > 64 else "dense"
 
 
-def _is_cached(p: Problem) -> bool:
-    """Say whether caches hold much of the keys and values that a decoding call reads."""
-    return work_of(p) // p.class_sizes[1] < _LONG_DECODE
+def _decode(p: Problem) -> str:
+    """Return the kind of decoding with one head each.
+
+    Whether caches hold much of what it reads; and if so whether a head is over in a microsecond,
+    which on an Intel Xeon with AMX torch's kernel is quicker to begin with than the native one.
+    """
+    _, t, s = p.class_sizes
+    if work_of(p) // t >= _LONG_DECODE:
+        return "long decode"
+    return "short decode" if s <= _SHORT else "decode"
 
 
 def trains(p: Problem) -> bool:
