@@ -166,6 +166,7 @@ NB_MODULE(_native, m) {
   m.def("statistics", &polyattn::trace_statistics, "isa"_a, "threads"_a, "element"_a, "data"_a, "sizes"_a,
         "strides"_a, "out"_a, "The numbers of a tensor, a row of them: see native/src/statistics/fields.h.");
   polyattn::add_door(m);
+  polyattn::add_bare_call(m);
   polyattn::add_trained_call(m);
   polyattn::add_trace_lines(m);
   polyattn::add_trace_record(m);

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "exchange.h"
 #include "polyattn/arguments.h"
 
 namespace polyattn {
@@ -15,5 +16,20 @@ inline bool without_queries(const Arguments& a) { return a.batch == 0 || a.q_hea
 
 // Runs a pass without the interpreter's lock; MemoryError where there is none.
 void run_pass(bool (*pass)(const Arguments&), const Arguments& a);
+
+// What forward_tensors() takes that a problem fixes, and what of each call.
+struct OfProblem {
+  int isa, threads, dtype;
+  bool rows_first;
+  double scale, softcap;
+};
+struct OfCall {
+  nanobind::handle q, k, v, out, terms, mask, bias, quantised, pages, lse;
+};
+
+// The output of one attention call on tensors that say themselves where they lie. `quantised`: (key_scales,
+// value_scales, block), keys and values being codes. `pages`: (block_table, lengths), keys and values being
+// (pages, rows of a page, K, H), or heads first. `lse`: where it is wanted. None where there is none.
+void attend_tensors(const Exchange& tensors, const OfProblem& problem, const OfCall& given);
 
 }  // namespace polyattn

@@ -205,6 +205,26 @@ void Exchange::shape(nb::handle tensor, const char* name, int64_t (&sizes)[4]) c
   for (int i = 0; i < 4; ++i) sizes[i] = x.shape[i];
 }
 
+bool Exchange::is_contiguous(nb::handle tensor) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  if (x.strides == nullptr) return true;
+  int64_t entries = 1;
+  bool without = false;
+  for (int i = x.dims - 1; i >= 0; --i) {
+    without = without || x.shape[i] == 0;
+    if (x.shape[i] != 1 && x.strides[i] != entries && !without) return false;
+    entries *= x.shape[i];
+  }
+  return true;
+}
+
+int64_t Exchange::last_stride(nb::handle tensor) const {
+  Description x;
+  if (read_(tensor.ptr(), &x) != 0) throw nb::python_error();
+  return x.dims == 0 || x.strides == nullptr ? 1 : x.strides[x.dims - 1];
+}
+
 Array Exchange::array(nb::handle tensor, const char* name, DType dtype, Codes codes,
                       const int64_t (&sizes)[4], int head, int row) const {
   Description x;

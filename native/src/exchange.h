@@ -27,6 +27,12 @@ class Exchange {
   // The four sizes of a tensor, in the order of its dims.
   void shape(nanobind::handle tensor, const char* name, int64_t (&sizes)[4]) const;
 
+  // Whether a tensor's entries lie without gaps, in the order of its dims.
+  bool is_contiguous(nanobind::handle tensor) const;
+
+  // The stride of its last dim; 1 where it has none.
+  int64_t last_stride(nanobind::handle tensor) const;
+
   // An array of these four sizes on the CPU, in this order in the tensor's shape; `head` and `row`
   // are the dims of the heads and of the rows. Of entries of `dtype`, or of codes.
   Array array(nanobind::handle tensor, const char* name, DType dtype, Codes codes, const int64_t (&sizes)[4],

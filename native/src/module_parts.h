@@ -16,6 +16,9 @@ void add_attention(nanobind::module_& m);
 // Adds forward_tensors, and what is asked of tensors.
 void add_tensors(nanobind::module_& m);
 
+// Adds BareCall.
+void add_bare_call(nanobind::module_& m);
+
 // Adds TrainedCall.
 void add_trained_call(nanobind::module_& m);
 

@@ -137,27 +137,15 @@ class Call {
   Held held_;
 };
 
-// The shortest way: tensors that say themselves where they lie. `quantised`: (key_scales, value_scales, block),
-// keys and values being codes. `pages`: (block_table, lengths), keys and values being (pages, rows of a page, K, H),
-// or heads first. `lse`: where it is wanted.
 void forward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first, double scale,
                      double softcap, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                      nb::handle terms, nb::handle mask, nb::handle bias, nb::handle quantised,
                      nb::handle pages, nb::handle lse) {
-  const Kernels& kernels = chosen(isa);
-  const Exchange tensors(exchange);
-  Call call(tensors, threads, dtype, rows_first, scale, softcap);
-  Arguments& a = call.a;
-  call.read_inputs(q, k, v, quantised, pages);
-  call.read_mask(terms, mask, bias);
-  a.out = call.array_of_queries(out, "out", a.value_dim);
-  if (!lse.is_none()) a.lse = call.sums(lse, "lse");
-  if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
-  if (without_queries(a)) return;
-  run_pass(kernels.forward, a);
+  attend_tensors(Exchange(exchange), {isa, threads, dtype, rows_first, scale, softcap},
+                 {q, k, v, out, terms, mask, bias, quantised, pages, lse});
 }
 
-// The same of the backward pass, of an output alone: no gradient comes in to the lse. (dq, dk, dv) are written.
+// The backward pass of an output alone: no gradient comes in to the lse. (dq, dk, dv) are written.
 void backward_tensors(nb::handle exchange, int isa, int threads, int dtype, bool rows_first, double scale,
                       double softcap, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                       nb::handle lse, nb::handle dout, nb::handle gradients, nb::handle terms,
@@ -195,6 +183,19 @@ bool as_mask(nb::handle exchange, nb::handle bias, nb::handle mask) {
 }
 
 }  // namespace
+
+void attend_tensors(const Exchange& tensors, const OfProblem& problem, const OfCall& given) {
+  const Kernels& kernels = chosen(problem.isa);
+  Call call(tensors, problem.threads, problem.dtype, problem.rows_first, problem.scale, problem.softcap);
+  Arguments& a = call.a;
+  call.read_inputs(given.q, given.k, given.v, given.quantised, given.pages);
+  call.read_mask(given.terms, given.mask, given.bias);
+  a.out = call.array_of_queries(given.out, "out", a.value_dim);
+  if (!given.lse.is_none()) a.lse = call.sums(given.lse, "lse");
+  if (const char* complaint = check(a, Pass::forward)) refuse(complaint);
+  if (without_queries(a)) return;
+  run_pass(kernels.forward, a);
+}
 
 void add_tensors(nb::module_& m) {
   using namespace nanobind::literals;

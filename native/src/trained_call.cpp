@@ -15,6 +15,7 @@
 #include "exchange.h"
 #include "module_parts.h"
 #include "owning_object.h"
+#include "plain_call.h"
 
 namespace polyattn {
 namespace {
@@ -25,10 +26,10 @@ enum TrainedPart : int {
   kCareful,   // what takes every other call
   kExchange,  // how a tensor's memory is read
   kTypes,     // the two types of plain tensors
-  kAskers,    // functions without arguments that say whether somebody wants to know of the call
-  kTracing,   // ... and one that gives None where nobody traces
-  kLevels,    // the module that has the level of forward mode
-  kIsLazy,    // of a tensor: whether it is to be copied on write
+  kAskers,    // from here on: see PlainCall
+  kTracing,
+  kLevels,
+  kIsLazy,
   kTurned,    // whether heads come behind rows
   kCausal,
   kScale,  // a number, or None
@@ -40,16 +41,10 @@ constexpr int kAtMost = 6;  // q, k, v, mask, bias, sinks
 struct Trained {
   explicit Trained(PyObject* given, nb::object held)
       : parts(nb::borrow(given)), mask(std::move(held)), tensors(nb::handle(part(kExchange))),
-        tracing(part(kTracing)), one(nb::steal(PyLong_FromLong(1))), two(nb::steal(PyLong_FromLong(2))),
+        is_plain(part(kTypes), part(kAskers), part(kTracing), part(kLevels), part(kIsLazy)), one(nb::steal(PyLong_FromLong(1))), two(nb::steal(PyLong_FromLong(2))),
         zero(nb::steal(PyFloat_FromDouble(0.0))),
-        level(nb::steal(PyUnicode_InternFromString("_current_level"))),
         transpose(nb::steal(PyUnicode_InternFromString("transpose"))),
-        scale_name(nb::steal(Py_BuildValue("(s)", "scale"))) {
-    PyObject* const functions = part(kAskers);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(functions) && asked < kMostAskers; ++i) {
-      askers[asked++] = Function(PyTuple_GET_ITEM(functions, i));
-    }
-  }
+        scale_name(nb::steal(Py_BuildValue("(s)", "scale"))) {}
 
   PyObject* part(TrainedPart place) const { return PyTuple_GET_ITEM(parts.ptr(), place); }
 
@@ -59,14 +54,11 @@ struct Trained {
     return 0;
   }
 
-  static constexpr int kMostAskers = 8;
-
   nb::object parts;
   nb::object mask;  // that every call is under; none: calls bring theirs
   Exchange tensors;
-  Function askers[kMostAskers], tracing;
-  int asked = 0;
-  nb::object one, two, zero, level, transpose, scale_name;
+  PlainCall is_plain;
+  nb::object one, two, zero, transpose, scale_name;
 };
 
 struct TrainedObject {
@@ -76,34 +68,6 @@ struct TrainedObject {
 };
 
 Trained& of(PyObject* self) { return *reinterpret_cast<TrainedObject*>(self)->owned; }
-
-// Whether the tensors' own memory may be read; see polyattn.torch.kit.plain_calls.
-Outcome is_plain(const Trained& call, Objects a) {
-  PyObject* const types = call.part(kTypes);
-  for (int i = 0; i < 3; ++i) {
-    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(a[i]));
-    if (type != PyTuple_GET_ITEM(types, 0) && type != PyTuple_GET_ITEM(types, 1)) return kNo;
-  }
-  for (int i = 0; i < call.asked; ++i) {
-    if (const Outcome watched = truth(call.askers[i]()); watched != kNo) {
-      return watched == kError ? kError : kNo;
-    }
-  }
-  const nb::object tracing = nb::steal(call.tracing());
-  if (!tracing.is_valid()) return kError;
-  if (!tracing.is_none()) return kNo;
-  const nb::object level = nb::steal(PyObject_GetAttr(call.part(kLevels), call.level.ptr()));
-  if (!level.is_valid()) return kError;
-  const long number = PyLong_AsLong(level.ptr());
-  if (number == -1 && PyErr_Occurred() != nullptr) return kError;
-  if (number >= 0) return kNo;
-  for (int i = 0; i < 3; ++i) {
-    if (const Outcome lazy = truth(PyObject_CallOneArg(call.part(kIsLazy), a[i])); lazy != kNo) {
-      return lazy == kError ? kError : kNo;
-    }
-  }
-  return kYes;
-}
 
 Outcome is_ordinary(const Trained& call, Objects a) {
   try {
@@ -154,7 +118,7 @@ PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keyword
   PyObject* a[kAtMost] = {nullptr, nullptr, nullptr, Py_None, Py_None, Py_None};
   for (Py_ssize_t i = 0; i < count; ++i) a[i] = arguments[i];
   if (!call.mask.is_none()) a[3] = call.mask.ptr();
-  Outcome ordinary = is_plain(call, a);
+  Outcome ordinary = call.is_plain(a);
   if (ordinary == kYes) ordinary = is_ordinary(call, a);
   if (ordinary == kError) return nullptr;
   return ordinary == kYes ? run_kernel(call, a)
@@ -188,9 +152,7 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     return nullptr;
   }
   PyObject* const* const part = reinterpret_cast<PyTupleObject*>(parts)->ob_item;
-  if (PyTuple_GET_SIZE(parts) != kTrainedParts || !PyTuple_Check(part[kTypes]) ||
-      PyTuple_GET_SIZE(part[kTypes]) != 2 || !PyTuple_Check(part[kAskers]) ||
-      PyTuple_GET_SIZE(part[kAskers]) > Trained::kMostAskers) {
+  if (PyTuple_GET_SIZE(parts) != kTrainedParts || !PlainCall::is_known(part[kTypes], part[kAskers])) {
     PyErr_SetString(PyExc_ValueError, "got parts of another version of polyattn");
     return nullptr;
   }

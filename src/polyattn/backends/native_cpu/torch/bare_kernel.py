@@ -6,6 +6,7 @@ What is not plain, or what the extension refuses, goes the careful way of each k
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from polyattn.native import module
 from polyattn.native.forms import isa_for
 from polyattn.problem import Problem
 from polyattn.torch.internals import dual_levels, is_lazy_copy
+from polyattn.torch.kit.plain_calls import ASKERS
 
 __all__ = ["bare_kernel", "is_bare"]
 
@@ -101,7 +103,13 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
     rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
     asked, place, empty_like = raw(variable), isa_for(*rows), torch.empty_like
-    read = terms_reader(problem, layout)
+    read, native = terms_reader(problem, layout), _native()
+    if native is not None:  # the same, with no frame of Python
+        return native((  # type: ignore[no-any-return]
+            careful, exchange, (Tensor, torch.nn.Parameter), ASKERS, tracing, dual_levels, lazy,
+            threads, empty_like, read, arrays, _are_plain, place, functools.partial(isa_for, *rows),
+            raw.__self__, variable, asked, code, rows_first, alike, last, paged, scale, softcap,
+        ))  # fmt: skip
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None,
@@ -132,6 +140,12 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
         return out
 
     return kernel
+
+
+def _native() -> Callable[..., Any] | None:
+    """Return the extension's class of such calls; None where the environment is no dictionary."""
+    made: Callable[..., Any] | None = getattr(module.load(), "BareCall", None)
+    return made if isinstance(getattr(settings.raw, "__self__", None), dict) else None
 
 
 def _are_plain(*tensors: Any) -> bool:

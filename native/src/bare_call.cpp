@@ -1,0 +1,283 @@
+// The Python class polyattn._native.BareCall: a call of the forward kernel in eager code, from plain tensors
+// to their output. The function in polyattn/backends/native_cpu/torch/bare_kernel.py says the same in Python,
+// and is the definition: there a call whose surroundings have left the processor's caches takes 18 us to come
+// here, and the kernel of a short one 10.
+//
+// Whatever is not plain, or cannot be read, it hands to `careful`, which knows or says what is wrong.
+#include <nanobind/nanobind.h>
+#include <structmember.h>
+
+#include <cstddef>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "call_parts.h"
+#include "door_surroundings.h"
+#include "exchange.h"
+#include "module_parts.h"
+#include "owning_object.h"
+#include "plain_call.h"
+
+namespace polyattn {
+namespace {
+
+// What Python hands over, in this order.
+enum BarePart : int {
+  kCareful,     // what takes every other call
+  kExchange,    // how a tensor's memory is read
+  kTypes,       // from here on: see PlainCall
+  kAskers,
+  kTracing,
+  kLevels,
+  kIsLazy,
+  kThreads,     // a function: how many threads there are
+  kEmptyLike,   // torch's
+  kReadMask,    // a function that gives (terms, what is to be held) of a mask, q and k; or None
+  kReadArrays,  // ... and one that gives (mask, bias) as arrays of mask, bias, q, k and v; or None
+  kArePlain,    // a function of the first two arrays that are held beside q, k and v
+  kIsa,         // the place of the form that runs these rows while the variable says `kAsked`
+  kIsaFor,      // ... and a function that gives it for whatever it says
+  kEnviron,     // the dictionary of the environment
+  kVariable,
+  kAsked,
+  kDtype,
+  kRowsFirst,
+  kAlike,  // whether the output has the queries' head dim
+  kLast,   // its head dim
+  kPaged,
+  kScale,
+  kSoftcap,
+  kBareParts
+};
+
+constexpr int kOwn = 6, kMostHeld = 3;  // q, k, v, mask, bias, sinks; and of codes or pages
+
+struct Bare {
+  Bare(PyObject* given, nb::object held)
+      : parts(nb::borrow(given)), mask(std::move(held)), tensors(nb::handle(part(kExchange))),
+        is_plain(part(kTypes), part(kAskers), part(kTracing), part(kLevels), part(kIsLazy)),
+        threads(part(kThreads)), new_empty(nb::steal(PyUnicode_InternFromString("new_empty"))),
+        problem{int(number(kIsa)), 0, int(number(kDtype)), part(kRowsFirst) == Py_True,
+                PyFloat_AsDouble(part(kScale)), PyFloat_AsDouble(part(kSoftcap))},
+        none_read(nb::steal(PyTuple_New(0))) {
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  }
+
+  PyObject* part(BarePart place) const { return PyTuple_GET_ITEM(parts.ptr(), place); }
+  long number(BarePart place) const { return PyLong_AsLong(part(place)); }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(parts.ptr());
+    Py_VISIT(mask.ptr());
+    return 0;
+  }
+
+  nb::object parts;
+  nb::object mask;  // that every call is under; none: calls bring theirs
+  Exchange tensors;
+  PlainCall is_plain;
+  Function threads;
+  nb::object new_empty;
+  OfProblem problem;
+  nb::object none_read;  // the terms of no mask
+};
+
+struct BareObject {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Bare* owned;
+};
+
+Bare& of(PyObject* self) { return *reinterpret_cast<BareObject*>(self)->owned; }
+
+// What a call is made of: q, k, v, mask, bias, sinks, and what is held beside them.
+struct Given {
+  PyObject* a[kOwn + kMostHeld] = {nullptr, nullptr, nullptr, Py_None, Py_None, Py_None};
+  int count = kOwn;
+};
+
+nb::object owned(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+// Where the output is written: rows like the queries', as torch's own function gives them.
+nb::object output(const Bare& call, PyObject* q) {
+  if (call.part(kAlike) == Py_True && (!call.problem.rows_first || call.tensors.is_contiguous(q))) {
+    nb::object like = owned(PyObject_CallOneArg(call.part(kEmptyLike), q));
+    if (call.tensors.last_stride(like) == 1) return like;  // that of rows that overlap may be another
+  }
+  const nb::object shape = owned(PyObject_GetAttr(q, names().shape));
+  if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) != 4) {
+    throw nb::value_error("q: expected a tensor of 4 dims");
+  }
+  const nb::object sizes = owned(PyTuple_New(4));
+  for (int i = 0; i < 3; ++i) {
+    PyTuple_SET_ITEM(sizes.ptr(), i, Py_NewRef(PyTuple_GET_ITEM(shape.ptr(), i)));
+  }
+  PyTuple_SET_ITEM(sizes.ptr(), 3, Py_NewRef(call.part(kLast)));
+  PyObject* const arguments[] = {q, sizes.ptr()};
+  return owned(PyObject_VectorcallMethod(call.new_empty.ptr(), arguments, 2, nullptr));
+}
+
+int integer(const nb::object& found) {
+  const long number = PyLong_AsLong(found.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  return int(number);
+}
+
+// The place of the form that runs the call: found before, while the variable says what it said then.
+int form(const Bare& call) {
+  PyObject* found = PyDict_GetItemWithError(call.part(kEnviron), call.part(kVariable));
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw nb::python_error();
+  if (found == nullptr) found = Py_None;
+  return found == call.part(kAsked) ? call.problem.isa : integer(owned(PyObject_CallNoArgs(call.part(kIsaFor))));
+}
+
+// Two objects that a function gives.
+nb::object pair(PyObject* made) {
+  nb::object found = owned(made);
+  if (!PyTuple_Check(found.ptr()) || PyTuple_GET_SIZE(found.ptr()) != 2) {
+    throw nb::type_error("expected a tuple of two");
+  }
+  return found;
+}
+
+// Runs the kernel; what it cannot read is a Python error, or an exception that is Python's ValueError.
+nb::object attended(const Bare& call, const Given& given) {
+  PyObject* const* const a = given.a;
+  const nb::object out = output(call, a[0]);
+  OfProblem problem = call.problem;
+  problem.isa = form(call);
+  problem.threads = integer(owned(call.threads()));
+  OfCall of{a[0],    a[1],          a[2],          out,           call.none_read,
+            Py_None, nb::handle(Py_None), nb::handle(Py_None), nb::handle(Py_None), nb::handle(Py_None)};
+  nb::object terms, arrays, held;
+  if (call.part(kReadMask) != Py_None) {
+    PyObject* const asked[] = {a[3], a[0], a[1]};
+    terms = pair(PyObject_Vectorcall(call.part(kReadMask), asked, 3, nullptr));
+    of.terms = PyTuple_GET_ITEM(terms.ptr(), 0);
+  }
+  if (call.part(kReadArrays) != Py_None) {
+    PyObject* const asked[] = {a[3], a[4], a[0], a[1], a[2]};
+    arrays = pair(PyObject_Vectorcall(call.part(kReadArrays), asked, 5, nullptr));
+    of.mask = PyTuple_GET_ITEM(arrays.ptr(), 0);
+    of.bias = PyTuple_GET_ITEM(arrays.ptr(), 1);
+  }
+  if (given.count > kOwn) {
+    held = owned(PyTuple_New(given.count - kOwn));
+    for (int i = kOwn; i < given.count; ++i) PyTuple_SET_ITEM(held.ptr(), i - kOwn, Py_NewRef(a[i]));
+    (call.part(kPaged) == Py_True ? of.pages : of.quantised) = held;
+  }
+  attend_tensors(call.tensors, problem, of);
+  return out;
+}
+
+Outcome is_plain(const Bare& call, const Given& given) {
+  const Outcome plain = call.is_plain(given.a);
+  if (plain != kYes || given.count == kOwn) return plain;
+  return truth(PyObject_Vectorcall(call.part(kArePlain), given.a + kOwn, 2, nullptr));
+}
+
+PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keywords) {
+  const Bare& call = of(self);
+  const nb::object kept = nb::borrow(self);  // what is called may empty the table that holds it
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  const bool held = count > kOwn;
+  if (count < 3 || count > kOwn + kMostHeld || count == kOwn + 1 ||
+      (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0)) {
+    return PyErr_Format(PyExc_TypeError, "got %zd arguments, expected q, k, v, mask, bias, sinks", count);
+  }
+  Given given;
+  for (Py_ssize_t i = 0; i < count; ++i) given.a[i] = arguments[i];
+  if (held) given.count = int(count);
+  if (!call.mask.is_none()) given.a[3] = call.mask.ptr();
+  const Outcome plain = is_plain(call, given);
+  if (plain == kError) return nullptr;
+  try {
+    if (plain == kYes) return attended(call, given).release().ptr();
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_ValueError) && !error.matches(PyExc_BufferError) &&
+        !error.matches(PyExc_RuntimeError)) {
+      error.restore();
+      return nullptr;
+    }
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  } catch (const nb::builtin_exception& error) {
+    if (error.type() == nb::exception_type::type_error) {
+      PyErr_SetString(PyExc_TypeError, error.what());
+      return nullptr;
+    }
+  }
+  return PyObject_Vectorcall(call.part(kCareful), given.a, size_t(given.count), nullptr);
+}
+
+PyObject* made(PyTypeObject* type, PyObject* parts, nb::object mask) {
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* const object = reinterpret_cast<BareObject*>(self);
+  object->call = run;
+  try {
+    object->owned = new Bare(parts, std::move(mask));
+    return self;
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  }
+  Py_DECREF(self);
+  return nullptr;
+}
+
+PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  PyObject* parts = nullptr;
+  static const char* const kKeywords[] = {"parts", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:BareCall", const_cast<char**>(kKeywords),
+                                   &PyTuple_Type, &parts)) {
+    return nullptr;
+  }
+  PyObject* const* const part = reinterpret_cast<PyTupleObject*>(parts)->ob_item;
+  if (PyTuple_GET_SIZE(parts) != kBareParts || !PlainCall::is_known(part[kTypes], part[kAskers]) ||
+      !PyDict_Check(part[kEnviron])) {
+    PyErr_SetString(PyExc_ValueError, "got parts of another version of polyattn");
+    return nullptr;
+  }
+  return made(type, parts, none());
+}
+
+// The same call, under a mask of the caller's.
+PyObject* bound_to(PyObject* self, PyObject* mask) {
+  return made(Py_TYPE(self), of(self).parts.ptr(), nb::borrow(mask));
+}
+
+}  // namespace
+
+void add_bare_call(nb::module_& m) {
+  static PyMethodDef methods[] = {
+      {"bound_to", bound_to, METH_O, "The same call under this mask, whatever mask it is given."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(BareObject, call), READONLY, nullptr},
+      {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot slots[] = {
+      {Py_tp_doc, const_cast<char*>("A call of the forward kernel; see "
+                                    "polyattn/backends/native_cpu/torch/bare_kernel.py.")},
+      {Py_tp_new, reinterpret_cast<void*>(create)},
+      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_owned<BareObject>)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(destroy_owned<BareObject>)},
+      {Py_tp_members, members},
+      {Py_tp_methods, methods},
+      {0, nullptr}};
+  static PyType_Spec spec = {"polyattn._native.BareCall", sizeof(BareObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw nb::python_error();
+  m.attr("BareCall") = nb::steal(type);
+}
+
+}  // namespace polyattn
