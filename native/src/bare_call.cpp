@@ -35,7 +35,7 @@ enum BarePart : int {
   kEmptyLike,   // torch's
   kReadMask,    // a function that gives (terms, what is to be held) of a mask, q and k; or None
   kReadArrays,  // ... and one that gives (mask, bias) as arrays of mask, bias, q, k and v; or None
-  kArePlain,    // a function of the first two arrays that are held beside q, k and v
+  kArePlain,    // a function of the first two arrays of what is held beside q, k and v
   kIsa,         // the place of the form that runs these rows while the variable says `kAsked`
   kIsaFor,      // ... and a function that gives it for whatever it says
   kEnviron,     // the dictionary of the environment
@@ -51,7 +51,7 @@ enum BarePart : int {
   kBareParts
 };
 
-constexpr int kOwn = 6, kMostHeld = 3;  // q, k, v, mask, bias, sinks; and of codes or pages
+constexpr int kOwn = 6, kAtMost = 7;  // q, k, v, mask, bias, sinks; and of codes or pages
 
 struct Bare {
   Bare(PyObject* given, nb::object held)
@@ -91,9 +91,10 @@ struct BareObject {
 
 Bare& of(PyObject* self) { return *reinterpret_cast<BareObject*>(self)->owned; }
 
-// What a call is made of: q, k, v, mask, bias, sinks, and what is held beside them.
+// What a call is made of: q, k, v, mask, bias, sinks, and a tuple of what is held beside them: of keys as codes
+// (key_scales, value_scales, block_size), and of keys in pages (block_table, lengths).
 struct Given {
-  PyObject* a[kOwn + kMostHeld] = {nullptr, nullptr, nullptr, Py_None, Py_None, Py_None};
+  PyObject* a[kAtMost] = {nullptr, nullptr, nullptr, Py_None, Py_None, Py_None, nullptr};
   int count = kOwn;
 };
 
@@ -151,9 +152,9 @@ nb::object attended(const Bare& call, const Given& given) {
   OfProblem problem = call.problem;
   problem.isa = form(call);
   problem.threads = integer(owned(call.threads()));
-  OfCall of{a[0],    a[1],          a[2],          out,           call.none_read,
-            Py_None, nb::handle(Py_None), nb::handle(Py_None), nb::handle(Py_None), nb::handle(Py_None)};
-  nb::object terms, arrays, held;
+  const nb::handle nothing = Py_None;
+  OfCall of{a[0], a[1], a[2], out, call.none_read, nothing, nothing, nothing, nothing, nothing};
+  nb::object terms, arrays;
   if (call.part(kReadMask) != Py_None) {
     PyObject* const asked[] = {a[3], a[0], a[1]};
     terms = pair(PyObject_Vectorcall(call.part(kReadMask), asked, 3, nullptr));
@@ -165,11 +166,7 @@ nb::object attended(const Bare& call, const Given& given) {
     of.mask = PyTuple_GET_ITEM(arrays.ptr(), 0);
     of.bias = PyTuple_GET_ITEM(arrays.ptr(), 1);
   }
-  if (given.count > kOwn) {
-    held = owned(PyTuple_New(given.count - kOwn));
-    for (int i = kOwn; i < given.count; ++i) PyTuple_SET_ITEM(held.ptr(), i - kOwn, Py_NewRef(a[i]));
-    (call.part(kPaged) == Py_True ? of.pages : of.quantised) = held;
-  }
+  if (given.count > kOwn) (call.part(kPaged) == Py_True ? of.pages : of.quantised) = a[kOwn];
   attend_tensors(call.tensors, problem, of);
   return out;
 }
@@ -177,21 +174,22 @@ nb::object attended(const Bare& call, const Given& given) {
 Outcome is_plain(const Bare& call, const Given& given) {
   const Outcome plain = call.is_plain(given.a);
   if (plain != kYes || given.count == kOwn) return plain;
-  return truth(PyObject_Vectorcall(call.part(kArePlain), given.a + kOwn, 2, nullptr));
+  PyObject* const held = given.a[kOwn];
+  if (!PyTuple_Check(held) || PyTuple_GET_SIZE(held) < 2) return kNo;
+  PyObject* const arrays[] = {PyTuple_GET_ITEM(held, 0), PyTuple_GET_ITEM(held, 1)};
+  return truth(PyObject_Vectorcall(call.part(kArePlain), arrays, 2, nullptr));
 }
 
 PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keywords) {
   const Bare& call = of(self);
   const nb::object kept = nb::borrow(self);  // what is called may empty the table that holds it
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
-  const bool held = count > kOwn;
-  if (count < 3 || count > kOwn + kMostHeld || count == kOwn + 1 ||
-      (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0)) {
+  if (count < 3 || count > kAtMost || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0)) {
     return PyErr_Format(PyExc_TypeError, "got %zd arguments, expected q, k, v, mask, bias, sinks", count);
   }
   Given given;
   for (Py_ssize_t i = 0; i < count; ++i) given.a[i] = arguments[i];
-  if (held) given.count = int(count);
+  if (count == kAtMost) given.count = kAtMost;
   if (!call.mask.is_none()) given.a[3] = call.mask.ptr();
   const Outcome plain = is_plain(call, given);
   if (plain == kError) return nullptr;

@@ -11,12 +11,15 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from polyattn import Causal, Chunked, Dense, InvalidProblem, Padding, Unsupported, Window
+from polyattn import Causal, Chunked, Dense, DenseBias, InvalidProblem, Padding, Unsupported, Window
 from polyattn.backends.native_cpu.torch import bare_kernel
+from polyattn.backends.native_cpu.torch.calls import Constants
+from polyattn.errors import SettingsError
 from polyattn.native import module
+from polyattn.problem import Problem
 from polyattn.selection import scopes
 from polyattn.selection.registry import Available
-from polyattn.torch import paged_attention, quantize_kv, quantized_attention
+from polyattn.torch import attention, paged_attention, quantize_kv, quantized_attention
 
 pytestmark = [
     pytest.mark.skipif(
@@ -29,18 +32,48 @@ pytestmark = [
 MASKS = [None, Causal(), Window(7), Padding(None, torch.tensor([20, 41])), 0]
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count the calls that the extension has answered the shortest way."""
+class Counted:
+    """A call of the extension that counts what it has not handed to the careful way."""
+
+    def __init__(self, made: Any, parts: tuple[Any, ...], found: list[int]) -> None:
+        careful, *others = parts
+        self._found, self._left = found, 0
+        self._made, self._own = made, None
+
+        def left(*arguments: Any) -> Any:
+            self._left += 1
+            return careful(*arguments)
+
+        self._call = made((left, *others))
+
+    def __call__(self, *arguments: Any) -> Any:
+        before = self._left
+        out = (self._own or self._call)(*arguments)
+        if self._left == before:
+            self._found.append(1)
+        return out
+
+    def bound_to(self, mask: Any) -> Counted:
+        self._own = self._call.bound_to(mask)
+        return self
+
+
+@pytest.fixture(params=["extension", "python"])
+def ran(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count the calls answered the shortest way, by the extension's class and by the function."""
     found: list[int] = []
     native = module.load()
-    run = native.forward_tensors
+    run, made = native.forward_tensors, native.BareCall
 
     def counted(*arguments: Any) -> None:
         run(*arguments)
         found.append(1)
 
-    monkeypatch.setattr(native, "forward_tensors", counted)
+    if request.param == "python":
+        monkeypatch.delattr(native, "BareCall")
+        monkeypatch.setattr(native, "forward_tensors", counted)
+    else:
+        monkeypatch.setattr(native, "BareCall", lambda parts: Counted(made, parts, found))
     scopes.invalidate()
     yield found
     monkeypatch.undo()
@@ -49,9 +82,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def careful(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run a call the careful way."""
+    scopes.invalidate()
     with monkeypatch.context() as here:
         here.setattr(bare_kernel, "_are_plain", lambda *tensors: False)
-        return call()
+        try:
+            return call()
+        finally:
+            scopes.invalidate()
 
 
 def codes_of(layout: str, dtype: str, keys: int) -> tuple[Tensor, ...]:
@@ -128,23 +165,34 @@ def test_wrong_scales_are_said(ran: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", [BufferError, RuntimeError, ValueError])
 def test_what_a_torch_cannot_tell_of_its_tensors_goes_the_careful_way(
-    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], ran: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     k, v, k_scales, v_scales = codes_of("BTNH", "float8_e4m3fn", 48)
     q = torch.randn(2, 1, 4, 32)
     call = lambda: quantized_attention(  # noqa: E731
         q, k, v, k_scales, v_scales, block_size=16, mask=None, backend="native_cpu"
     )
-    expected = call()
+    expected, before = call(), len(ran)
 
     def refuses(*arguments: Any) -> None:
         raise kind("float8 types are not supported by dlpack")
 
-    monkeypatch.setattr(module.load(), "forward_tensors", refuses)
+    monkeypatch.setattr(bare_kernel, "_arrays_of", lambda problem: refuses)
     scopes.invalidate()
     assert torch.equal(call(), expected)
-    monkeypatch.undo()
-    scopes.invalidate()
+    assert len(ran) == before == 1
+
+
+def test_what_is_no_complaint_of_the_reader_is_raised(
+    ran: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise KeyError("not one of these")
+
+    monkeypatch.setattr(bare_kernel, "_arrays_of", lambda problem: fails)
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(KeyError, match="not one of these"):
+        attention(q, q, q, backend="native_cpu")
 
 
 def test_transforms_are_refused(ran: list[int]) -> None:
@@ -242,3 +290,118 @@ def test_wrong_pages_are_said(integers: Any, ran: list[int]) -> None:
     beyond[0, 2], beyond[1] = 8, 99  # of a sequence without keys nothing is read
     call(beyond, lengths)
     assert len(ran) == 2
+
+
+def _plain(dtype: torch.dtype, layout: str, keys: int) -> list[Tensor]:
+    torch.manual_seed(keys)
+    counts = (3, keys, keys)
+    shapes = [(2, n, 4, 16) if layout == "BTNH" else (2, 4, n, 16) for n in counts]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"mask": Causal("bottom_right")}, {"mask": Window(4)}, {"softcap": 2.0},
+        {"mask": Padding(None, torch.tensor([20, 41]))}, {"scale": 0.25},
+        {"mask": Dense(torch.arange(41) % 3 > 0)}, {"bias": DenseBias(torch.linspace(-1, 1, 41))},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)  # fmt: skip
+def test_plain_tensors(
+    options: dict[str, Any], layout: str, dtype: torch.dtype, ran: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    q, k, v = _plain(dtype, layout, 41)
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for given in (q, turned, q[:1].expand(2, -1, -1, -1)):
+        call = lambda given=given: attention(  # noqa: E731
+            given, k, v, layout=layout, backend="native_cpu", **options
+        )
+        before = len(ran)
+        short = call()
+        assert len(ran) == before + 1
+        with monkeypatch.context() as here:
+            here.setattr(bare_kernel, "is_lazy_copy", lambda x: True)
+            scopes.invalidate()
+            long = call()
+            scopes.invalidate()
+        assert len(ran) == before + 1
+        assert torch.equal(short, long) and short.stride() == long.stride()
+
+
+def test_the_form_follows_the_environment_and_threads_follow_torch(
+    ran: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = _plain(torch.float32, "BTNH", 41)
+    call = lambda: attention(q, k, v, backend="native_cpu")  # noqa: E731
+    expected = call()
+    monkeypatch.setenv("POLYATTN_NATIVE_ISA", "generic")
+    generic = call()
+    assert torch.allclose(generic, expected, atol=1e-5)
+    monkeypatch.setenv("POLYATTN_NATIVE_ISA", "no such")
+    with pytest.raises(SettingsError, match="no such"):
+        call()
+    monkeypatch.delenv("POLYATTN_NATIVE_ISA")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(call(), expected)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(ran) == 3
+
+
+class _Sub(Tensor):
+    pass
+
+
+def test_who_else_wants_to_know_of_a_call_is_heard_and_wrong_calls_are_said() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return f(*args, **(kwargs or {}))
+
+    heard: list[tuple[Any, ...]] = []
+
+    def careful(*arguments: Any) -> str:
+        heard.append(arguments[3:])
+        return "careful"
+
+    q, k, v = _plain(torch.float32, "BTNH", 9)
+    run = native_class()(parts_for(careful))
+    assert torch.is_tensor(run(q, k, v)) and heard == []
+    for other in (q.as_subclass(_Sub), None, 3):
+        assert run(other, k, v) == "careful"
+    with Mode():
+        assert run(q, k, v) == "careful"
+    assert run(q, k.double(), v, "mask", "bias") == "careful"
+    assert run.bound_to("own")(q, k[0], v, None, None, "sinks") == "careful"
+    assert heard[-2:] == [("mask", "bias", None), ("own", None, "sinks")]
+    for wrong in ((), (q, k), (q, k, v, *range(5))):
+        with pytest.raises(TypeError, match="expected q, k, v"):
+            run(*wrong)
+    with pytest.raises(TypeError, match="expected q, k, v"):
+        run(q, k, v, mask=None)
+    for parts in ((), ("too", "few"), tuple(range(24))):
+        with pytest.raises(ValueError, match="another version"):
+            native_class()(parts)
+
+
+def native_class() -> Any:
+    return module.load().BareCall
+
+
+def parts_for(careful: Any) -> tuple[Any, ...]:
+    """Return what the kernel of a plain problem hands to the extension, but for `careful`."""
+    made: list[tuple[Any, ...]] = []
+    problem = Problem(
+        batch=2, q_len=3, kv_len=9, heads=4, kv_heads=4, head_dim=16, dtype="float32"
+    )
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(module.load(), "BareCall", made.append)
+        bare_kernel.bare_kernel(problem, Constants("BTNH", 0.25, 0.0), careful)
+    return made[0]
