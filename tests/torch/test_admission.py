@@ -281,6 +281,17 @@ def test_plan_is_the_bare_kernel_and_says_what_it_is() -> None:
     assert step.selection.backend == "sdpa_math"
 
 
+@pytest.mark.parametrize("backend", ["sdpa_flash", "native_cpu"])
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+def test_plans_of_calls_that_the_extension_makes_by_itself(backend: str, mask: Any) -> None:
+    for trains in (False, True):
+        q = torch.randn(1, 6, 2, 8, requires_grad=trains)
+        step = plan(q, q, q, mask=mask, backend=backend)
+        out = attention(q, q, q, mask=mask, backend=backend)
+        assert torch.equal(step(q, q, q), out) and step.selection.backend == backend
+        assert step(q, q, q).requires_grad is trains
+
+
 def test_a_second_plan_does_not_change_what_the_first_says() -> None:
     first = plan(Q, Q, Q, backend="sdpa_math")
     second = plan(Q, Q, Q, backend="sdpa_flash")

@@ -182,8 +182,9 @@ def plan(
         and sinks is None
         and not call.problem.empty
         and call.cast is None
+        and isinstance(chosen.kernel, FunctionType)  # those of the extension take no attribute
     ):
-        step = chosen.kernel if isinstance(chosen.kernel, FunctionType) else run
+        step = chosen.kernel
     else:
 
         def step(q: Tensor, k: Tensor, v: Tensor) -> Any:

@@ -254,7 +254,7 @@ def test_a_machine_of_a_record_is_calibrated_for_what_that_lacks(
     prober.where = Machine("GenuineIntel", 6, "amx", "2.13", 2, "avx512bf16")
     record = shipped.find(prober.where)
     assert record is not None
-    lacking = {"small decode", "small", "decode", "long decode"}
+    lacking = {"small decode", "small", "short decode", "decode", "long decode"}
     figures = {key: one for key, one in record.figures.items() if key[1] not in lacking}
     monkeypatch.setattr(shipped, "shipped", lambda: (replace(record, figures=figures),))
     assert "Intel Xeon with AMX" in chosen().reason and prober.asked == []
@@ -263,6 +263,7 @@ def test_a_machine_of_a_record_is_calibrated_for_what_that_lacks(
     assert prober.asked == [
         ("float32", "small decode"),
         ("float32", "small"),
+        ("float32", "short decode"),
         ("float32", "decode"),
     ]
 
