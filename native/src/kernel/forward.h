@@ -1,5 +1,6 @@
 // The forward pass: threads take items from a counter. Where there are few items their keys are split as
-// well, and the thread that ends last merges the parts.
+// well, and the thread that ends last merges the parts. Where few rows meet many heads a thread begins with
+// heads of its own.
 #pragma once
 
 #include "kernel/forward_item.h"
@@ -24,7 +25,10 @@ class Forward {
     const int64_t tasks = self.tasks();
     if (self.d_.splits > 1 && !self.make_parts()) return false;
     self.threads_ = worthwhile(a, tasks);
-    parallel(self.threads_, [](void* p, int) { static_cast<Forward*>(p)->work(); }, &self);
+    if (self.d_.splits == 1 && rows_of_head(a) <= kFewRows) {
+      self.own_ = self.d_.tasks_per_batch * 3 / 4 / self.threads_;
+    }
+    parallel(self.threads_, [](void* p, int thread) { static_cast<Forward*>(p)->work(thread); }, &self);
     __builtin_free(self.memory_);
     return !self.failed_;
   }
@@ -53,7 +57,7 @@ class Forward {
     return true;
   }
 
-  void work() {
+  void work(int thread) {
     [[maybe_unused]] const typename U::Session session;
     const size_t bytes = Workspace::layout(a_, d_, item_.k_units(), nullptr, nullptr);
     float* base = reinterpret_cast<float*>(scratch(bytes));
@@ -66,14 +70,28 @@ class Forward {
     Fetcher fetcher;
     w.fetcher = &fetcher;
     if (d_.splits == 1 && rows_of_head(a_) > kFewRows) return whole_items(w);
-    const int64_t tasks = this->tasks(), groups = tasks / d_.splits;
+    own_heads(w, thread);
+    const int64_t rest = d_.tasks_per_batch - own_ * threads_, tasks = a_.batch * rest * d_.splits;
+    const int64_t groups = tasks / d_.splits;
     for (int64_t task, end; take(tasks, &task, &end);) {
       for (const int64_t first = task; task < end; ++task) {
         const int64_t split = along_ ? task % d_.splits : task / groups;
         const Part part{split, d_.splits, along_ && task > first && split > 0,
                         along_ && task + 1 < end && split + 1 < d_.splits};
         const int64_t group = along_ ? task / d_.splits : task % groups;
-        d_.together == 1 ? alone(w, group, part) : together(w, group, part);
+        const int64_t number = own_ == 0 ? group : group / rest * d_.tasks_per_batch + own_ * threads_ + group % rest;
+        d_.together == 1 ? alone(w, number, part) : together(w, number, part);
+      }
+    }
+  }
+
+  // Three quarters of each sequence's heads, in every call the same ones for each thread: their keys lie one behind
+  // another, and a cache may hold them still. The others are taken by who is done first.
+  void own_heads(Workspace& w, int thread) {
+    for (int64_t sequence = 0; own_ > 0 && sequence < a_.batch; ++sequence) {
+      const int64_t first = sequence * d_.tasks_per_batch + own_ * thread;
+      for (int64_t task = first; task < first + own_; ++task) {
+        d_.together == 1 ? alone(w, task, Part{0, 1}) : together(w, task, Part{0, 1});
       }
     }
   }
@@ -209,6 +227,7 @@ class Forward {
   const ForwardItem<S, U, T, C> item_;
   const bool along_;
   int threads_ = 1;
+  int64_t own_ = 0;  // tasks of a sequence that each thread begins with
   Parts parts_;
   float* memory_ = nullptr;
   int64_t next_ = 0;
