@@ -210,3 +210,24 @@ def test_the_programs_own_recorder_still_records(q):
     with route_sdpa(Heard()), record_selections() as ran:
         F.scaled_dot_product_attention(q, q, q)
     assert [one.backend for one in ran] == ["sdpa_flash"]
+
+
+def test_the_quick_way_ends_where_somebody_listens_or_asks(q):
+    expected = torch_sdpa(q, q, q)
+    with route_sdpa():
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, q, q)
+        heard = Heard()
+        with route_sdpa(heard):
+            F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q)
+        with route_sdpa(heard, use_backend("sdpa_math")):
+            F.scaled_dot_product_attention(q, q, q)
+            with route_sdpa():
+                F.scaled_dot_product_attention(q, q, q)
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), expected)
+        with record_selections() as ran:
+            F.scaled_dot_product_attention(q, q, q)
+    assert heard.log == [("sdpa_flash", True), ("sdpa_math", True), ("sdpa_math", True)]
+    assert [one.backend for one in ran] == ["sdpa_flash"]
+    assert torch.equal(routed(q, q, q), expected)

@@ -129,6 +129,69 @@ def test_a_scope_a_switch_and_the_environment_change_the_entry(
     assert both(q, k, v) is short_way.MISSED
 
 
+def test_what_ran_lately_is_tried_first_and_gives_what_the_row_does() -> None:
+    """More sizes than are kept for a key, some seen before and some of their classes, in any order."""
+    torch.manual_seed(2)
+    rng = random.Random(2)
+    query = torch.randn(2, 1, 2, 8)
+    whole = torch.randn(2, 70, 2, 8)
+    dense = torch.rand(2, 1, 1, 70) > 0.3
+    kinds: list[Any] = [lambda n: {}, lambda n: {"mask": Dense(dense[..., :n])}]
+    for options in kinds:
+        for keys in (9, 20, 33, 41, 48, 66):
+            attention(query, whole[:, :keys], whole[:, :keys], **options(keys))
+    found = 0
+    with record_selections() as made:
+        for _ in range(150):
+            keys, options = rng.randint(9, 70), rng.choice(kinds)
+            before = len(made)
+            given = query, whole[:, :keys], whole[:, :keys]
+            if both(*given, **options(keys)) is short_way.MISSED:
+                continue
+            found += 1
+            mine, theirs = made[before:]
+            assert mine == theirs and theirs.problem.kv_len == keys
+    assert found > 100
+
+
+def test_what_ran_lately_is_forgotten_when_a_choice_changes() -> None:
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (1, 20, 20))
+    for _ in range(2):
+        attention(q, k, v)
+        attention(q, k[:, :19], v[:, :19])
+    assert both(q, k[:, :18], v[:, :18]) is not short_way.MISSED
+    scopes.invalidate()
+    for keys in (18, 19, 20):
+        assert both(q, k[:, :keys], v[:, :keys]) is short_way.MISSED
+
+
+def test_no_routed_call_is_missed_by_a_function_mode() -> None:
+    from torch.overrides import TorchFunctionMode, disable_torch_function
+
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(f)
+            return f(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 2, 4, 8)
+    arguments = q, q, q, None, 0.0, True, None, False
+    expected = sdpa(q, q, q, is_causal=True)
+    for way in (short_way.in_python, short_way.native):
+        assert same(way.drop_in(*arguments), expected)
+        with Mode():
+            assert way.drop_in(*arguments) is short_way.MISSED
+            assert same(way.sdpa(*arguments), expected)
+    with Mode():
+        assert torch.equal(sdpa(q, q, q, is_causal=True), expected)
+    assert sdpa in seen
+    seen.clear()
+    with Mode(), disable_torch_function():
+        assert torch.equal(sdpa(q, q, q, is_causal=True), expected)
+    assert sdpa not in seen
+
+
 def test_what_is_no_call_is_left_alone() -> None:
     q = torch.randn(1, 4, 2, 8)
     nested = torch.nested.nested_tensor([torch.randn(3, 2), torch.randn(4, 2)])
