@@ -24,9 +24,9 @@ namespace {
 
 // What Python hands over, in this order.
 enum BarePart : int {
-  kCareful,     // what takes every other call
-  kExchange,    // how a tensor's memory is read
-  kTypes,       // from here on: see PlainCall
+  kCareful,   // what takes every other call
+  kExchange,  // how a tensor's memory is read
+  kTypes,     // from here on: see PlainCall
   kAskers,
   kTracing,
   kLevels,
@@ -35,6 +35,7 @@ enum BarePart : int {
   kEmptyLike,   // torch's
   kReadMask,    // a function that gives (terms, what is to be held) of a mask, q and k; or None
   kReadArrays,  // ... and one that gives (mask, bias) as arrays of mask, bias, q, k and v; or None
+  kLooks,       // whether that looks at what is added: it may be a mask
   kArePlain,    // a function of the first two arrays of what is held beside q, k and v
   kIsa,         // the place of the form that runs these rows while the variable says `kAsked`
   kIsaFor,      // ... and a function that gives it for whatever it says
@@ -53,13 +54,24 @@ enum BarePart : int {
 
 constexpr int kOwn = 6, kAtMost = 7;  // q, k, v, mask, bias, sinks; and of codes or pages
 
+// What the calls of one object bring as their mask.
+struct Brought {
+  nb::object mask;    // that every call is under; none: calls bring theirs
+  nb::object wrap;    // of a plain array: the function that gives (mask, bias) of it; none: it is no array
+  bool adds = false;  // whether that array is added to the scores, and does not say which are allowed
+};
+
 struct Bare {
-  Bare(PyObject* given, nb::object held)
-      : parts(nb::borrow(given)), mask(std::move(held)), tensors(nb::handle(part(kExchange))),
+  Bare(PyObject* given, Brought what)
+      : parts(nb::borrow(given)), brought(std::move(what)), tensors(nb::handle(part(kExchange))),
         is_plain(part(kTypes), part(kAskers), part(kTracing), part(kLevels), part(kIsLazy)),
         threads(part(kThreads)), new_empty(nb::steal(PyUnicode_InternFromString("new_empty"))),
-        problem{int(number(kIsa)), 0, int(number(kDtype)), part(kRowsFirst) == Py_True,
-                PyFloat_AsDouble(part(kScale)), PyFloat_AsDouble(part(kSoftcap))},
+        is_neg(nb::steal(PyUnicode_InternFromString("is_neg"))), problem{int(number(kIsa)),
+                                                                         0,
+                                                                         int(number(kDtype)),
+                                                                         part(kRowsFirst) == Py_True,
+                                                                         PyFloat_AsDouble(part(kScale)),
+                                                                         PyFloat_AsDouble(part(kSoftcap))},
         none_read(nb::steal(PyTuple_New(0))) {
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
   }
@@ -69,16 +81,17 @@ struct Bare {
 
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(parts.ptr());
-    Py_VISIT(mask.ptr());
+    Py_VISIT(brought.mask.ptr());
+    Py_VISIT(brought.wrap.ptr());
     return 0;
   }
 
   nb::object parts;
-  nb::object mask;  // that every call is under; none: calls bring theirs
+  Brought brought;
   Exchange tensors;
   PlainCall is_plain;
   Function threads;
-  nb::object new_empty;
+  nb::object new_empty, is_neg;
   OfProblem problem;
   nb::object none_read;  // the terms of no mask
 };
@@ -133,7 +146,8 @@ int form(const Bare& call) {
   PyObject* found = PyDict_GetItemWithError(call.part(kEnviron), call.part(kVariable));
   if (found == nullptr && PyErr_Occurred() != nullptr) throw nb::python_error();
   if (found == nullptr) found = Py_None;
-  return found == call.part(kAsked) ? call.problem.isa : integer(owned(PyObject_CallNoArgs(call.part(kIsaFor))));
+  return found == call.part(kAsked) ? call.problem.isa
+                                    : integer(owned(PyObject_CallNoArgs(call.part(kIsaFor))));
 }
 
 // Two objects that a function gives.
@@ -160,7 +174,9 @@ nb::object attended(const Bare& call, const Given& given) {
     terms = pair(PyObject_Vectorcall(call.part(kReadMask), asked, 3, nullptr));
     of.terms = PyTuple_GET_ITEM(terms.ptr(), 0);
   }
-  if (call.part(kReadArrays) != Py_None) {
+  if (!call.brought.wrap.is_none()) {
+    (call.brought.adds ? of.bias : of.mask) = a[3];
+  } else if (call.part(kReadArrays) != Py_None) {
     PyObject* const asked[] = {a[3], a[4], a[0], a[1], a[2]};
     arrays = pair(PyObject_Vectorcall(call.part(kReadArrays), asked, 5, nullptr));
     of.mask = PyTuple_GET_ITEM(arrays.ptr(), 0);
@@ -171,13 +187,38 @@ nb::object attended(const Bare& call, const Given& given) {
   return out;
 }
 
+// Whether an array that a call brings as its mask is a tensor whose memory holds what it counts as.
+Outcome is_plain_array(const Bare& call, PyObject* array) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(array)) != PyTuple_GET_ITEM(call.part(kTypes), 0)) return kNo;
+  const Outcome lazy = truth(PyObject_CallOneArg(call.part(kIsLazy), array));
+  if (lazy != kNo) return lazy == kError ? kError : kNo;
+  if (!call.brought.adds) return kYes;
+  const Outcome negated = truth(PyObject_VectorcallMethod(call.is_neg.ptr(), &array, 1, nullptr));
+  return negated == kError ? kError : negated == kYes ? kNo : kYes;
+}
+
 Outcome is_plain(const Bare& call, const Given& given) {
   const Outcome plain = call.is_plain(given.a);
+  if (plain == kYes && !call.brought.wrap.is_none()) return is_plain_array(call, given.a[3]);
   if (plain != kYes || given.count == kOwn) return plain;
   PyObject* const held = given.a[kOwn];
   if (!PyTuple_Check(held) || PyTuple_GET_SIZE(held) < 2) return kNo;
   PyObject* const arrays[] = {PyTuple_GET_ITEM(held, 0), PyTuple_GET_ITEM(held, 1)};
   return truth(PyObject_Vectorcall(call.part(kArePlain), arrays, 2, nullptr));
+}
+
+PyObject* careful(const Bare& call, Given& given) {
+  nb::object wrapped;
+  if (!call.brought.wrap.is_none()) {
+    wrapped = nb::steal(PyObject_CallOneArg(call.brought.wrap.ptr(), given.a[3]));
+    if (!wrapped.is_valid()) return nullptr;
+    if (!PyTuple_Check(wrapped.ptr()) || PyTuple_GET_SIZE(wrapped.ptr()) != 2) {
+      return PyErr_Format(PyExc_TypeError, "got %R, expected a mask and a bias", wrapped.ptr());
+    }
+    given.a[3] = PyTuple_GET_ITEM(wrapped.ptr(), 0);
+    given.a[4] = PyTuple_GET_ITEM(wrapped.ptr(), 1);
+  }
+  return PyObject_Vectorcall(call.part(kCareful), given.a, size_t(given.count), nullptr);
 }
 
 PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keywords) {
@@ -190,7 +231,7 @@ PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keyword
   Given given;
   for (Py_ssize_t i = 0; i < count; ++i) given.a[i] = arguments[i];
   if (count == kAtMost) given.count = kAtMost;
-  if (!call.mask.is_none()) given.a[3] = call.mask.ptr();
+  if (!call.brought.mask.is_none()) given.a[3] = call.brought.mask.ptr();
   const Outcome plain = is_plain(call, given);
   if (plain == kError) return nullptr;
   try {
@@ -209,16 +250,16 @@ PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keyword
       return nullptr;
     }
   }
-  return PyObject_Vectorcall(call.part(kCareful), given.a, size_t(given.count), nullptr);
+  return careful(call, given);
 }
 
-PyObject* made(PyTypeObject* type, PyObject* parts, nb::object mask) {
+PyObject* made(PyTypeObject* type, PyObject* parts, Brought brought) {
   PyObject* const self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
   auto* const object = reinterpret_cast<BareObject*>(self);
   object->call = run;
   try {
-    object->owned = new Bare(parts, std::move(mask));
+    object->owned = new Bare(parts, std::move(brought));
     return self;
   } catch (nb::python_error& error) {
     error.restore();
@@ -244,12 +285,21 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     PyErr_SetString(PyExc_ValueError, "got parts of another version of polyattn");
     return nullptr;
   }
-  return made(type, parts, none());
+  return made(type, parts, {none(), none()});
 }
 
 // The same call, under a mask of the caller's.
 PyObject* bound_to(PyObject* self, PyObject* mask) {
-  return made(Py_TYPE(self), of(self).parts.ptr(), nb::borrow(mask));
+  return made(Py_TYPE(self), of(self).parts.ptr(), {nb::borrow(mask), none()});
+}
+
+// The same call, of which the mask is an array: (wrap, adds). None where that array has to be looked at.
+PyObject* on_arrays(PyObject* self, PyObject* arguments) {
+  PyObject* wrap = nullptr;
+  int adds = 0;
+  if (!PyArg_ParseTuple(arguments, "Op:on_arrays", &wrap, &adds)) return nullptr;
+  if (adds != 0 && of(self).part(kLooks) == Py_True) Py_RETURN_NONE;
+  return made(Py_TYPE(self), of(self).parts.ptr(), {none(), nb::borrow(wrap), adds != 0});
 }
 
 }  // namespace
@@ -257,6 +307,9 @@ PyObject* bound_to(PyObject* self, PyObject* mask) {
 void add_bare_call(nb::module_& m) {
   static PyMethodDef methods[] = {
       {"bound_to", bound_to, METH_O, "The same call under this mask, whatever mask it is given."},
+      {"on_arrays", on_arrays, METH_VARARGS,
+       "The same call, whose mask is an array: (wrap, adds); `wrap` gives (mask, bias) of it. None where "
+       "the array has to be looked at."},
       {nullptr, nullptr, 0, nullptr}};
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, offsetof(BareObject, call), READONLY, nullptr},

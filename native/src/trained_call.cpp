@@ -30,7 +30,7 @@ enum TrainedPart : int {
   kTracing,
   kLevels,
   kIsLazy,
-  kTurned,    // whether heads come behind rows
+  kTurned,  // whether heads come behind rows
   kCausal,
   kScale,  // a number, or None
   kTrainedParts
@@ -41,7 +41,8 @@ constexpr int kAtMost = 6;  // q, k, v, mask, bias, sinks
 struct Trained {
   explicit Trained(PyObject* given, nb::object held)
       : parts(nb::borrow(given)), mask(std::move(held)), tensors(nb::handle(part(kExchange))),
-        is_plain(part(kTypes), part(kAskers), part(kTracing), part(kLevels), part(kIsLazy)), one(nb::steal(PyLong_FromLong(1))), two(nb::steal(PyLong_FromLong(2))),
+        is_plain(part(kTypes), part(kAskers), part(kTracing), part(kLevels), part(kIsLazy)),
+        one(nb::steal(PyLong_FromLong(1))), two(nb::steal(PyLong_FromLong(2))),
         zero(nb::steal(PyFloat_FromDouble(0.0))),
         transpose(nb::steal(PyUnicode_InternFromString("transpose"))),
         scale_name(nb::steal(Py_BuildValue("(s)", "scale"))) {}

@@ -79,7 +79,9 @@ class Forward {
         const Part part{split, d_.splits, along_ && task > first && split > 0,
                         along_ && task + 1 < end && split + 1 < d_.splits};
         const int64_t group = along_ ? task / d_.splits : task % groups;
-        const int64_t number = own_ == 0 ? group : group / rest * d_.tasks_per_batch + own_ * threads_ + group % rest;
+        const int64_t sequence = own_ == 0 ? 0 : group / rest;
+        const int64_t number =
+            own_ == 0 ? group : sequence * d_.tasks_per_batch + own_ * threads_ + group % rest;
         d_.together == 1 ? alone(w, number, part) : together(w, number, part);
       }
     }

@@ -176,21 +176,15 @@ def plan(
     chosen, call = prepare_call(way, query, key, value, backend)
     run = way.runner(chosen, call)
     mask, bias, sinks = options["mask"], options["bias"], options["sinks"]
-    if (
-        call.mask is None
-        and bias is None
-        and sinks is None
-        and not call.problem.empty
-        and call.cast is None
-        and isinstance(chosen.kernel, FunctionType)  # those of the extension take no attribute
-    ):
-        step = chosen.kernel
-    else:
+    step: Any = chosen.kernel
+    plain = call.mask is None and bias is None and sinks is None and call.cast is None
+    # those of the extension take no attribute
+    if not (plain and isinstance(step, FunctionType)) or call.problem.empty:
 
         def step(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return run(q, k, v, mask, bias, sinks)
 
-    step.selection = chosen.selection  # type: ignore[attr-defined]
+    step.selection = chosen.selection
     return cast(Step, step)
 
 

@@ -12,7 +12,6 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -28,10 +27,9 @@ from polyattn.masks import Causal, Dense, Mask
 from polyattn.masks.biases import DenseBias
 from polyattn.problem.admission import ArrayFacts, SdpaFacts, only_torch
 from polyattn.selection import scopes
-from polyattn.selection.prepare import Plan
 from polyattn.selection.wishes import Wishes, current_wishes, wishes_of
 from polyattn.torch import jagged, short_way, traced
-from polyattn.torch.admission import Call, admit, cast_alike, facts_of
+from polyattn.torch.admission import cast_alike, facts_of
 from polyattn.torch.api import attention
 from polyattn.torch.cache import PLAIN
 from polyattn.torch.call_model import facts_of as facts_of_model
@@ -50,7 +48,8 @@ from polyattn.torch.internals import (
 )
 from polyattn.torch.keys import Key, key_for, switches
 from polyattn.torch.left_to_torch import hand_to_torch, noted_for_torch, traced_scope
-from polyattn.torch.long_way import AttentionWay, dispatch, runner
+from polyattn.torch.long_way import AttentionWay, dispatch
+from polyattn.torch.sdpa_way import SdpaWay
 from polyattn.torch.traced_problem import as_text, from_text
 
 __all__ = [
@@ -120,39 +119,6 @@ def scaled_dot_product_attention(
 
 # what torch.jit scripts keeps torch's operator: this function is none that it could compile
 register_jit_builtin(scaled_dot_product_attention, f"aten::{_NAME}")
-
-
-@dataclass(frozen=True)
-class _SdpaWay:
-    """Calls with torch's signature and four dims; runners take the mask as it came."""
-
-    attn_mask: Any
-    options: dict[str, Any]
-
-    @property
-    def mask(self) -> Any:
-        return self.options["mask"]
-
-    def admit(self, q: Any, k: Any, v: Any) -> Call:
-        return admit(q, k, v, **self.options)
-
-    def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
-        """Return ``run(q, k, v, attn_mask)``; a mask of a known shape need not be checked again."""
-        inner, kernel = runner(plan, call), plan.kernel
-        if self.attn_mask is None:
-            return inner
-        if call.mask is not None and call.cast is None and not call.problem.empty:
-            return lambda q, k, v, mask: kernel(q, k, v, _held(Dense, "mask", mask), None, None)
-        if self.attn_mask.dtype == torch.bool:
-            return lambda q, k, v, mask: inner(q, k, v, Dense(mask), None, None)
-        return lambda q, k, v, mask: inner(q, k, v, None, _held(DenseBias, "bias", mask), None)
-
-
-def _held(kind: Any, name: str, array: Tensor) -> Any:
-    """Return the mask or bias of an array that its key has described; no need to check it again."""
-    made = object.__new__(kind)
-    made.__dict__[name] = array
-    return made
 
 
 _ARRAY = "an array as the mask on CUDA"
@@ -286,7 +252,7 @@ def _modelled(
 ) -> Any:
     options = _options(attn_mask, dropout_p, is_causal, scale)
     if q.dim() == 4:
-        way = _SdpaWay(attn_mask, options)
+        way = SdpaWay(attn_mask, options)
         return dispatch(way, key, q, k, v, (attn_mask,), None)
     lead = q.shape[:-3]
     if q.dim() == 3:

@@ -230,9 +230,9 @@ def _in_native() -> Any:
     static = tuple(kind for kind in LEAVES if kind.static)
     parts = (
         MISSED, STRANGE, Tensor, Parameter, Tensor.is_nested, _rows, _plain, _local,
-        scopes.scope, scopes.recording, determined, function_modes, is_grad_enabled, *SWITCHES, *checkpoints.ASKED,
-        environ, _BACKEND, array_key, bias_key, mask_key, resized, Dense, static,
-        OPERATORS, "attention", "sdpa", "paged", "quantized", "BNTH",
+        scopes.scope, scopes.recording, determined, function_modes, is_grad_enabled,
+        *SWITCHES, *checkpoints.ASKED, environ, _BACKEND, array_key, bias_key, mask_key, resized,
+        Dense, static, OPERATORS, "attention", "sdpa", "paged", "quantized", "BNTH",
     )  # fmt: skip
     try:
         made = door(parts, Key._fields)

@@ -11,7 +11,17 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from polyattn import Causal, Chunked, Dense, DenseBias, InvalidProblem, Padding, Unsupported, Window
+from polyattn import (
+    Causal,
+    Chunked,
+    Dense,
+    DenseBias,
+    InvalidProblem,
+    Padding,
+    Unsupported,
+    Window,
+    use_backend,
+)
 from polyattn.backends.native_cpu.torch import bare_kernel
 from polyattn.backends.native_cpu.torch.calls import Constants
 from polyattn.errors import SettingsError
@@ -19,7 +29,14 @@ from polyattn.native import module
 from polyattn.problem import Problem
 from polyattn.selection import scopes
 from polyattn.selection.registry import Available
-from polyattn.torch import attention, paged_attention, quantize_kv, quantized_attention
+from polyattn.torch import (
+    attention,
+    paged_attention,
+    quantize_kv,
+    quantized_attention,
+    scaled_dot_product_attention,
+)
+from polyattn.torch.dropin import torch_sdpa
 
 pytestmark = [
     pytest.mark.skipif(
@@ -56,6 +73,10 @@ class Counted:
     def bound_to(self, mask: Any) -> Counted:
         self._own = self._call.bound_to(mask)
         return self
+
+    def on_arrays(self, wrap: Any, adds: bool) -> Counted | None:
+        self._own = self._call.on_arrays(wrap, adds)
+        return None if self._own is None else self
 
 
 @pytest.fixture(params=["extension", "python"])
@@ -332,6 +353,29 @@ def test_plain_tensors(
         assert torch.equal(short, long) and short.stride() == long.stride()
 
 
+@pytest.mark.parametrize("rows", [1, 9, 70])
+@pytest.mark.parametrize("kind", ["booleans", "numbers", "zeros and -inf"])
+def test_arrays_as_masks_of_torchs_signature(kind: str, rows: int, ran: list[int]) -> None:
+    torch.manual_seed(rows)
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (rows, 71, 71))
+    allowed = torch.rand(2, 1, rows, 71) > 0.3
+    masks = {
+        "booleans": allowed, "numbers": torch.randn(2, 1, rows, 71),
+        "zeros and -inf": torch.where(allowed, 0.0, -torch.inf),
+    }  # fmt: skip
+    mask = masks[kind]
+    given = [mask, mask[:, :, :1].expand(-1, 4, rows, -1), mask.repeat(1, 4, 1, 1), mask[1, 0],
+             mask.mT.contiguous().mT, torch._lazy_clone(mask.clone())]  # fmt: skip
+    if kind == "numbers":
+        given += [torch._neg_view(mask), torch.nn.Parameter(mask, requires_grad=False)]
+    with use_backend("native_cpu"):
+        for one in given:
+            for _ in range(3):
+                out = scaled_dot_product_attention(q, k, v, one)
+            assert torch.allclose(out, torch_sdpa(q, k, v, one.clone()), atol=1e-5)
+    assert len(ran) >= 15
+
+
 def test_the_form_follows_the_environment_and_threads_follow_torch(
     ran: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,9 +442,7 @@ def native_class() -> Any:
 def parts_for(careful: Any) -> tuple[Any, ...]:
     """Return what the kernel of a plain problem hands to the extension, but for `careful`."""
     made: list[tuple[Any, ...]] = []
-    problem = Problem(
-        batch=2, q_len=3, kv_len=9, heads=4, kv_heads=4, head_dim=16, dtype="float32"
-    )
+    problem = Problem(batch=2, q_len=3, kv_len=9, heads=4, kv_heads=4, head_dim=16, dtype="float32")
     with pytest.MonkeyPatch.context() as here:
         here.setattr(module.load(), "BareCall", made.append)
         bare_kernel.bare_kernel(problem, Constants("BTNH", 0.25, 0.0), careful)

@@ -23,7 +23,7 @@ from polyattn.backends.native_cpu.torch.short_masks import is_short, terms_reade
 from polyattn.native import module
 from polyattn.native.forms import isa_for
 from polyattn.problem import Problem
-from polyattn.torch.internals import dual_levels, is_lazy_copy
+from polyattn.torch.internals import dual_levels, is_lazy_copy, tracing_state
 from polyattn.torch.kit.plain_calls import ASKERS
 
 __all__ = ["bare_kernel", "is_bare"]
@@ -62,6 +62,11 @@ def _as_mask(bias: Tensor, *inputs: Tensor) -> Tensor | None:
     return mask if all(math.isfinite(x.detach().sum().item()) for x in inputs) else None
 
 
+def _looks(problem: Problem) -> bool:
+    """Say whether a bias may be a mask, which lets tiles be skipped and pays for looking at it."""
+    return problem.mask is None and min(problem.q_len, problem.kv_len) >= _MANY
+
+
 def _arrays_of(problem: Problem) -> Callable[..., Any] | None:
     """Return what gives the arrays of mask and bias for the extension; None where there are none.
 
@@ -71,8 +76,7 @@ def _arrays_of(problem: Problem) -> Callable[..., Any] | None:
     dense, lazy = problem.mask is not None and "Dense" in problem.mask.kinds, is_lazy_copy
     if not dense and problem.bias is None:
         return None
-    # a bias that is a mask lets tiles be skipped, which pays for looking at it
-    many = problem.mask is None and min(problem.q_len, problem.kv_len) >= _MANY
+    many = _looks(problem)
 
     def arrays(mask: Any, bias: Any, *inputs: Tensor) -> tuple[Any, Any]:
         allowed, added = mask.mask if dense else None, None if bias is None else bias.payload
@@ -95,6 +99,35 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
     for their batch and lengths, in which a problem stands for others. `held`, of keys as codes:
     (key_scales, value_scales, block_size), and of keys in pages: (block_table, lengths).
     """
+    native = _native()
+    if native is not None:
+        return native(_parts(problem, constants, careful))  # type: ignore[no-any-return]
+    return _in_python(problem, constants, careful)
+
+
+def _native() -> Callable[..., Any] | None:
+    """Return the extension's class of such calls; None where the environment is no dictionary."""
+    made: Callable[..., Any] | None = getattr(module.load(), "BareCall", None)
+    return made if isinstance(getattr(settings.raw, "__self__", None), dict) else None
+
+
+def _parts(problem: Problem, constants: Constants, careful: Kernel) -> tuple[Any, ...]:
+    """Return what the class of the extension is made of, in the order of BarePart."""
+    code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
+    variable, raw = settings.NATIVE_ISA, settings.raw
+    environ: Any = getattr(raw, "__self__", None)
+    form = functools.partial(isa_for, code, problem.q_len, problem.heads, problem.kv_heads)
+    return (
+        careful, EXCHANGE, (Tensor, torch.nn.Parameter), ASKERS, tracing_state, dual_levels,
+        is_lazy_copy, torch.get_num_threads, torch.empty_like, terms_reader(problem, layout),
+        _arrays_of(problem), _looks(problem), _are_plain, form(), form, environ, variable,
+        raw(variable), code, layout == "BTNH", problem.value_dim == problem.head_dim,
+        problem.value_dim, problem.paged is not None, scale, softcap,
+    )  # fmt: skip
+
+
+def _in_python(problem: Problem, constants: Constants, careful: Kernel) -> Kernel:
+    """Return what the class of the extension does, where that has none."""
     code, (layout, scale, softcap) = DTYPES[getattr(torch, problem.dtype)], constants
     rows_first, paged, last = layout == "BTNH", problem.paged is not None, problem.value_dim
     alike, arrays = last == problem.head_dim, _arrays_of(problem)
@@ -103,13 +136,7 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
     raw, variable, lazy, exchange = settings.raw, settings.NATIVE_ISA, is_lazy_copy, EXCHANGE
     rows = code, problem.q_len, problem.heads, problem.kv_heads  # few or many, as all of a class
     asked, place, empty_like = raw(variable), isa_for(*rows), torch.empty_like
-    read, native = terms_reader(problem, layout), _native()
-    if native is not None:  # the same, with no frame of Python
-        return native((  # type: ignore[no-any-return]
-            careful, exchange, (Tensor, torch.nn.Parameter), ASKERS, tracing, dual_levels, lazy,
-            threads, empty_like, read, arrays, _are_plain, place, functools.partial(isa_for, *rows),
-            raw.__self__, variable, asked, code, rows_first, alike, last, paged, scale, softcap,
-        ))  # fmt: skip
+    read = terms_reader(problem, layout)
 
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None, sinks: Any = None,
@@ -140,12 +167,6 @@ def bare_kernel(problem: Problem, constants: Constants, careful: Kernel) -> Kern
         return out
 
     return kernel
-
-
-def _native() -> Callable[..., Any] | None:
-    """Return the extension's class of such calls; None where the environment is no dictionary."""
-    made: Callable[..., Any] | None = getattr(module.load(), "BareCall", None)
-    return made if isinstance(getattr(settings.raw, "__self__", None), dict) else None
 
 
 def _are_plain(*tensors: Any) -> bool:
