@@ -79,9 +79,10 @@ def refusals(can: Capabilities, framework: str) -> str:
 
 
 def costs() -> str:
-    """Return the table of overheads of the record in benchmarks/results, the first by name."""
-    path = min((ROOT / "benchmarks" / "results").glob("*/overhead.json"))
-    record = json.loads(path.read_text(encoding="utf-8"))
+    """Return the tables of overheads of the newest record in benchmarks/results."""
+    paths = (ROOT / "benchmarks" / "results").glob("*/overhead.json")
+    records = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    path, record = max(records.items(), key=lambda entry: entry[1]["date"])
     machine, found = record["machine"], {row["name"]: row for row in record["rows"]}
     busy = record["foreign_load"]["median"]
     where = (
@@ -95,6 +96,14 @@ def costs() -> str:
         row = found[name]
         goal = "" if row["goal_us"] is None else f"{row['goal_us']}: {_met(row['met'])}"
         lines.append(f"| {name} | {row['extra_us']['median']:.1f} | {goal} |")
+    lines += ["", "| between layers | torch, us | drop-in, us | torch / drop-in | ran |"]
+    lines.append("|---|---:|---:|---:|---|")
+    for row in record.get("in_programs", ()):
+        ratio = row["ratio"]["median"]
+        lines.append(
+            f"| {row['name']} | {row['torch_us']:.0f} | {row['ours_us']:.0f} | {ratio:.2f} | "
+            f"`{row['ran']}` |"
+        )
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 
 from polyattn.bench import main, records
 from polyattn.bench import overhead_cases as cases
+from polyattn.bench import overhead_in_programs as in_programs
 from polyattn.bench.overhead import measure
 from polyattn.bench.timing import Pair, Timed, calibrate, time_pairs
 from polyattn.errors import PolyattnError
@@ -79,6 +80,25 @@ def test_the_record_has_every_row_with_its_goal(record: dict) -> None:
     assert record["goals_met"] == all(row.get("met", True) for row in record["rows"])
     assert record["machine"]["cores"] >= 1 and record["versions"]["torch"]
     assert record["schema"] == records.SCHEMA and json.loads(records.dump(record)) == record
+
+
+def test_calls_as_programs_make_them_are_timed_beside_torch(record: dict) -> None:
+    rows = record["in_programs"]
+    assert [row["name"] for row in rows] == [call.name for call in in_programs.calls()]
+    assert len({row["name"] for row in rows}) == len(rows) == 10
+    for row in rows:
+        ratio = row["ratio"]
+        assert row["torch_us"] > 0 and row["ours_us"] > 0 and row["ran"]
+        assert 0 < ratio["q1"] <= ratio["median"] <= ratio["q3"]
+
+
+def test_each_turn_works_before_each_call_and_begins_with_another() -> None:
+    done = []
+    taken = in_programs._by_turns(
+        {"a": "a", "b": "b"}, done.append, lambda: done.append("work"), count=3
+    )
+    assert done == ["work", "a", "work", "b", "work", "b", "work", "a", "work", "a", "work", "b"]
+    assert [len(times) for times in taken.values()] == [3, 3]
 
 
 def test_peers_that_are_absent_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

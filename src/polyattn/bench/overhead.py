@@ -10,6 +10,7 @@ from typing import Any
 
 from polyattn.bench import machine
 from polyattn.bench import overhead_cases as cases
+from polyattn.bench import overhead_in_programs as in_programs
 from polyattn.bench.overhead_cases import Case, Missing
 from polyattn.bench.records import SCHEMA
 from polyattn.bench.timing import PAIRS, Pair, Rounds, time_pairs
@@ -48,7 +49,7 @@ def measure(*, rounds: int = 25, block_s: float = 0.002, peers: bool = True) -> 
             for row in listed
         ]
         rows.append(_first_call(names, rounds))
-        return _record(rows, rounds, quiet)
+    return _record(rows, rounds, quiet) | {"in_programs": in_programs.rows(rounds)}
 
 
 def _record(rows: list[dict[str, Any]], rounds: int, quiet: Rounds) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -51,6 +51,29 @@ def print_overhead(record: Mapping[str, Any]) -> None:
     console().print(table)
     for line in _footer(record):
         say(line)
+    _print_in_programs(record["in_programs"])
+
+
+def _print_in_programs(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print what calls take between the layers of a small decoder."""
+    table = Table(title="a call between the layers of a small decoder, all threads")
+    for name in ("call", "torch us", "drop-in us", "torch / ours", "q1..q3", "ran"):
+        table.add_column(name, justify="left" if name in ("call", "ran") else "right")
+    for row in rows:
+        ratio = row["ratio"]
+        table.add_row(
+            row["name"],
+            f"{row['torch_us']:.1f}",
+            f"{row['ours_us']:.1f}",
+            f"{ratio['median']:.2f}",
+            f"{ratio['q1']:.2f}..{ratio['q3']:.2f}",
+            row["ran"],
+        )
+    console().print(table)
+    say(
+        "each call is timed alone, after layers whose weights fill the second cache; torch's "
+        "function and polyattn's by turns, medians."
+    )
 
 
 def _footer(record: Mapping[str, Any]) -> list[str]:
