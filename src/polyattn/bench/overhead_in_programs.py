@@ -23,7 +23,7 @@ _WIDTH, _INNER = 512, 2048  # whose weights are 11 MB in float32, more than most
 
 @dataclass(frozen=True)
 class Call:
-    """A call: heads of queries and of keys, rows of each, head dim; `mask`: none, causal, booleans."""
+    """A call: heads, rows, head dim; `mask` is none, causal or booleans."""
 
     heads: int
     kv_heads: int
