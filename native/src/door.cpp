@@ -104,6 +104,8 @@ void add_door(nb::module_& m) {
       {"sdpa", method<&Door::sdpa, 8>(), METH_FASTCALL, "Run a call with torch's signature, or give missed."},
       {"drop_in", method<&Door::drop_in, 8>(), METH_FASTCALL,
        "As sdpa, but miss a call under a function mode."},
+      {"heard", method<&Door::heard, 9>(), METH_FASTCALL,
+       "As drop_in, but give (selection, output); the ninth: the type of recorders that are not told."},
       {"paged", method<&Door::paged, 12>(), METH_FASTCALL, "Run a call on pages, or give missed."},
       {"quantized", method<&Door::quantized, 14>(), METH_FASTCALL,
        "Run a call on quantised keys, or give missed."},

@@ -9,6 +9,7 @@ from polyattn import TuningError
 from polyattn.integrations.arrays_as_text import MOST_BYTES, StoredArray, take
 from polyattn.integrations.recording import Recorder, read_record, write_record
 from polyattn.integrations.sdpa_patch import route_sdpa
+from polyattn.selection import scopes
 
 
 def recorded():
@@ -50,6 +51,50 @@ def test_growing_keys_do_not_grow_the_record():
     record = recorder.record()
     assert record.calls == 64
     assert len(record.cases) <= 14
+
+
+class Passing:
+    """A listener that hears each call by itself, and hands it on."""
+
+    def __init__(self, recorder):
+        self.recorder, self.count = recorder, 0
+
+    def ran(self, selection, call):
+        self.count += 1
+        self.recorder.ran(selection, call)
+
+    def passed(self, reason, call):
+        self.recorder.passed(reason, call)
+
+
+def test_calls_of_a_class_are_recorded_as_they_would_be_one_by_one(monkeypatch):
+    def program():
+        torch.manual_seed(0)
+        whole, mask = torch.randn(2, 4, 70, 8), torch.rand(2, 1, 1, 70) > 0.3
+        for _ in range(2):
+            for n in (5, 20, 33, 33, 34, 41, 70):
+                q, k = torch.randn(2, 4, 1, 8), whole[:, :, :n]
+                F.scaled_dot_product_attention(q, k, k)
+                F.scaled_dot_product_attention(q, k, k, mask[..., :n])
+                F.scaled_dot_product_attention(q.transpose(1, 2)[:, :, :1].mT.mT, k, k)
+                F.scaled_dot_product_attention(q[0], k[0], k[0])
+                q.requires_grad_()
+                F.scaled_dot_product_attention(q, k, k)
+                with torch.no_grad():
+                    F.scaled_dot_product_attention(q, k, k)
+
+    quick, each = Recorder(), Passing(Recorder())
+    count = []
+    ran = quick.ran_of_class
+    monkeypatch.setattr(quick, "ran_of_class", lambda *call: (count.append(1), ran(*call)))
+    for listener in (each, quick):
+        scopes.invalidate()
+        with route_sdpa(listener):
+            program()
+    mine, theirs = quick.record(), each.recorder.record()
+    assert mine.calls == theirs.calls == each.count == 84
+    assert len(count) > 40
+    assert mine == theirs
 
 
 @pytest.mark.parametrize(

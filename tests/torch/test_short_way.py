@@ -192,6 +192,33 @@ def test_no_routed_call_is_missed_by_a_function_mode() -> None:
     assert sdpa not in seen
 
 
+def test_who_listens_is_given_the_selection_of_the_class() -> None:
+    class Deaf(list[Any]):
+        pass
+
+    query, whole = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 70, 8)
+    mask = torch.rand(2, 1, 1, 70) > 0.3
+    for keys in (9, 40, 70):
+        sdpa(query, whole[:, :, :keys], whole[:, :, :keys])
+        sdpa(query, whole[:, :, :keys], whole[:, :, :keys], mask[..., :keys])
+    for keys in (9, 40, 50, 70, 3):
+        for allowed in (None, mask[..., :keys]):
+            given = query, whole[:, :, :keys], whole[:, :, :keys], allowed
+            arguments = *given, 0.0, False, None, False
+            mine = short_way.in_python.heard(*arguments, Deaf)
+            theirs = short_way.native.heard(*arguments, Deaf)
+            assert (mine is short_way.MISSED) == (theirs is short_way.MISSED) == (keys == 3)
+            if keys == 3:
+                continue
+            assert mine[0] is theirs[0] and torch.equal(mine[1], theirs[1])
+            assert torch.equal(mine[1], sdpa(*given))
+            with record_selections() as ran:
+                for way in (short_way.in_python, short_way.native):
+                    assert way.heard(*arguments, Deaf) is short_way.MISSED
+                sdpa(*given)
+            assert [one.of_class or one for one in ran] == [theirs[0]]
+
+
 def test_what_is_no_call_is_left_alone() -> None:
     q = torch.randn(1, 4, 2, 8)
     nested = torch.nested.nested_tensor([torch.randn(3, 2), torch.randn(4, 2)])

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -31,7 +31,7 @@ from polyattn.torch.internals import (
 )
 from polyattn.torch.left_to_torch import hand_to_torch
 
-__all__ = ["Compiled", "Listener", "Router", "SdpaCall", "Seam", "router"]
+__all__ = ["Compiled", "Listener", "QuickListener", "Router", "SdpaCall", "Seam", "router"]
 
 
 class SdpaCall(NamedTuple):
@@ -51,6 +51,14 @@ class Listener(Protocol):
 
     def passed(self, reason: str, call: SdpaCall | None) -> None:
         """A call went to torch itself, because polyattn does not model it."""
+
+
+@runtime_checkable
+class QuickListener(Listener, Protocol):
+    """One that also hears of calls whose sizes are those of their arrays, not of the selection."""
+
+    def ran_of_class(self, selection: Selection, call: SdpaCall) -> None:
+        """A call ran, of (B, N, T, H), chosen with others of its class of sizes or by itself."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,9 @@ class Router:
         self.lock = threading.RLock()
         self.entered = False  # until it is, what a program kept of the stand-ins goes to torch
         self.is_quick = False  # entered, and nobody listens or asks: calls need nothing of this
+        self.quick: tuple[
+            QuickListener, ...
+        ] = ()  # who listens, if all do so quickly and none asks
         self.depth = 0
         self.listeners: tuple[Listener, ...] = ()
         self.scopes: tuple[str, ...] = ()  # for threads, which begin without any scope
@@ -118,7 +129,7 @@ class Router:
         """Put all stand-ins in place, unless they are; `scope` holds in threads without one."""
         with self.lock:
             before = self.depth, self.scopes, self.listeners
-            self.is_quick = False
+            self._unsettle()
             try:
                 self.depth += 1
                 self.scopes = (*self.scopes, scope or (self.scopes[-1] if self.scopes else ""))
@@ -143,7 +154,7 @@ class Router:
     def leave(self, listener: Listener | None) -> None:
         """Undo :meth:`enter`."""
         with self.lock:
-            self.is_quick = False
+            self._unsettle()
             self.depth -= 1
             self.scopes = self.scopes[:-1]
             if listener is not None:
@@ -159,9 +170,15 @@ class Router:
                     raise
             self._settle()
 
+    def _unsettle(self) -> None:
+        self.is_quick, self.quick = False, ()
+
     def _settle(self) -> None:
-        asked = bool(self.scopes and self.scopes[-1])
-        self.is_quick = self.entered and not self.listeners and not asked
+        if not self.entered or (self.scopes and self.scopes[-1]):
+            return
+        self.is_quick = not self.listeners
+        quick = tuple([one for one in self.listeners if isinstance(one, QuickListener)])
+        self.quick = quick if len(quick) == len(self.listeners) else ()
 
     def _put_back(self) -> None:
         """Put what was replaced back; to do so again does no harm."""

@@ -49,10 +49,9 @@ def routed(
 
     Where a program kept it, it is torch's function when no routing is entered.
     """
-    if not is_dynamo_compiling() and router.is_quick:
-        found = short_way.drop_in(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
+    if not is_dynamo_compiling() and (router.is_quick or router.quick):
+        way = short_way.drop_in if router.is_quick else _heard
+        found = way(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if found is not short_way.MISSED:
             return found  # type: ignore[no-any-return]
     if not router.entered:
@@ -77,6 +76,24 @@ def routed(
     # sizes of jagged tensors are no numbers
     call = None if query.is_nested else SdpaCall(query, key, value, attn_mask)
     return router.run(call, run)
+
+
+def _heard(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
+    gqa: Any,
+) -> Any:  # fmt: skip
+    """Run a call and tell the listeners, or return that it was missed."""
+    listeners = router.quick
+    found = short_way.heard(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, gqa, Compiled
+    )
+    if found is short_way.MISSED:
+        return found
+    selection, out = found
+    call = SdpaCall(query, key, value, attn_mask)
+    for listener in listeners:
+        listener.ran_of_class(selection, call)
+    return out
 
 
 def _routed_operator(*args: Any, **kwargs: Any) -> Any:

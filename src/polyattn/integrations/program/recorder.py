@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,9 @@ from polyattn.integrations.program.asked import Case, Passed, Ran, Record, Unsee
 from polyattn.integrations.program.fragments import MOST_CASES_OF_A_CLASS, of_ledger
 from polyattn.integrations.program.ledger import Ledger, RanOn
 from polyattn.integrations.sdpa_patch import SdpaCall
+from polyattn.problem import Problem
 from polyattn.selection import Rejected, Selection
+from polyattn.torch.cache import resized
 from polyattn.tuning.lookup import problem_class
 
 __all__ = ["Recorder"]
@@ -61,11 +63,27 @@ class Recorder:
     def ran(self, selection: Selection, call: SdpaCall | None) -> None:
         """Count a call, and keep its arrays' facts if it is of a new kind."""
         problem = selection.problem
-        if problem is None:
-            return
-        chosen = selection.of_class or selection
+        if problem is not None:
+            sizes = problem.batch, problem.q_len, problem.kv_len
+            self._count(selection.of_class or selection, sizes, call, lambda: problem)
+
+    def ran_of_class(self, selection: Selection, call: SdpaCall) -> None:
+        """Count a call whose sizes its arrays say."""
+        query, key = call.query.shape, call.key.shape
+
+        def problem() -> Problem:
+            own = resized(selection, call.query, call.key, call.attn_mask).problem
+            assert own is not None
+            return own
+
+        if selection.problem is not None:
+            self._count(selection, (query[0], query[2], key[2]), call, problem)
+
+    def _count(
+        self, chosen: Selection, sizes: Any, call: SdpaCall | None, problem: Callable[[], Problem]
+    ) -> None:
         strides, needs_grad = _strides(call), _needs_grad(call)
-        key = problem.batch, problem.q_len, problem.kv_len, strides, needs_grad
+        key = *sizes, strides, needs_grad
         with self._lock:
             heard = self._heard.get(id(chosen)) or self._hear(chosen)
             case = heard.cases.get(key)
@@ -74,7 +92,7 @@ class Recorder:
             elif case is None:
                 mask = call.attn_mask if call is not None else None
                 stored = take(mask) if isinstance(mask, Tensor) else None
-                entry = Case(problem, strides, needs_grad, stored, refused=_refused(chosen))
+                entry = Case(problem(), strides, needs_grad, stored, refused=_refused(chosen))
                 case = heard.cases[key] = self._ledger.add(entry)
             place = heard.counted.get(case)
             if place is None:
