@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyattn.native import forms
 from polyattn.selection.evidence import KINDS
-from polyattn.selection.evidence.problem_kinds import DTYPES, WIDER, kind_of
+from polyattn.selection.evidence.problem_kinds import DTYPES, UNCALIBRATED, kind_of
 from polyattn.selection.registry import Available, registry
 from polyattn.torch.calibration_problems import TorchProber
 from polyattn.torch.flags import snapshot
@@ -28,7 +28,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*WIDER, "small train")])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in (*UNCALIBRATED, "small train")]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_probe_is_of_its_kind_and_both_kernels_agree(dtype: str, kind: str) -> None:
     with PROBER.quiet():

@@ -49,7 +49,8 @@ def measure(*, rounds: int = 25, block_s: float = 0.002, peers: bool = True) -> 
             for row in listed
         ]
         rows.append(_first_call(names, rounds))
-    return _record(rows, rounds, quiet) | {"in_programs": in_programs.rows(rounds)}
+        record = _record(rows, rounds, quiet)
+    return record | {"in_programs": in_programs.rows(rounds)}
 
 
 def _record(rows: list[dict[str, Any]], rounds: int, quiet: Rounds) -> dict[str, Any]:

@@ -53,8 +53,10 @@ def on(facts: str, problem: Problem, **packages: str) -> Selection:
         ("sapphirerapids", CAUSAL, "bfloat16", "native_cpu"),
         ("sapphirerapids", DENSE.with_(batch=8, q_len=197, kv_len=197), "bfloat16", "native_cpu"),
         ("sapphirerapids", DENSE.with_(head_dim=128, value_dim=128), "bfloat16", "native_cpu"),
-        ("sapphirerapids", ONE_HEAD_EACH, "bfloat16", "sdpa_flash"),
-        ("sapphirerapids", ONE_HEAD_EACH, "float32", "sdpa_flash"),
+        ("sapphirerapids", ONE_HEAD_EACH, "bfloat16", "native_cpu"),
+        ("sapphirerapids", ONE_HEAD_EACH, "float32", "native_cpu"),
+        ("sapphirerapids", ONE_HEAD_EACH.with_(kv_len=200), "bfloat16", "native_cpu"),
+        ("sapphirerapids", ONE_HEAD_EACH.with_(kv_len=200), "float32", "native_cpu"),
         ("sapphirerapids", LONG, "bfloat16", "native_cpu"),
         ("sapphirerapids", LONG, "float32", "native_cpu"),
         ("sapphirerapids", ONE_HEAD_EACH.with_(mask=PADDED), "bfloat16", "native_cpu"),
@@ -143,6 +145,24 @@ def test_long_decoding_has_a_figure_of_its_own_or_that_of_decoding(
     del figures["bfloat16", "long decode"]
     found = on("sapphirerapids", long)
     assert found.backend == "sdpa_flash" and "0.9 x torch's kernel" in found.reason
+
+
+def test_decoding_with_few_keys_has_a_figure_of_its_own_or_that_of_an_older_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = find(AMX)
+    assert record is not None
+    figures = dict(record.figures) | {("float32", "decode"): Figure(1.3, 1.4, 1.5, "a test")}
+    figures["float32", "short decode"] = Figure(0.7, 0.9, 1.0, "a test")
+    monkeypatch.setattr(shipped, "shipped", lambda: (replace(record, figures=figures),))
+    few, many = ONE_HEAD_EACH.with_(kv_len=512, dtype="float32"), ONE_HEAD_EACH
+    assert on("sapphirerapids", many.with_(dtype="float32")).backend == "native_cpu"
+    found = on("sapphirerapids", few)
+    assert found.backend == "sdpa_flash"
+    assert "0.9 x torch's kernel on decoding with few keys (at most 512)" in found.reason
+    del figures["float32", "short decode"]
+    found = on("sapphirerapids", few)
+    assert found.backend == "native_cpu" and found.reason.startswith("1.4 x torch's kernel")
 
 
 def test_what_the_record_of_such_a_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,9 @@ def _refused(selection: Selection) -> dict[str, str]:
 
 
 def _strides(call: SdpaCall | None) -> tuple[tuple[int, ...], ...] | None:
-    return None if call is None else tuple(x.stride() for x in call[:3])
+    if call is None:
+        return None
+    return call.query.stride(), call.key.stride(), call.value.stride()
 
 
 def _needs_grad(call: SdpaCall | None) -> tuple[bool, ...]:

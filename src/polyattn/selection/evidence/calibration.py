@@ -22,6 +22,7 @@ from polyattn.selection.evidence.calibrated_rows import entries_of
 from polyattn.selection.evidence.comparing import BUSY, Compared, compare
 from polyattn.selection.evidence.figures import Evidence, Figure
 from polyattn.selection.evidence.problem_kinds import (
+    UNCALIBRATED,
     WIDER,
     is_small,
     is_small_training,
@@ -56,7 +57,7 @@ def wanted(selection: Selection, problem: Problem, evidence: Evidence) -> bool:
     if evidence.figure(problem) is not None:
         return False
     kind = kind_of(problem)
-    key = problem.dtype, WIDER.get(kind, kind)
+    key = problem.dtype, WIDER[kind] if kind in UNCALIBRATED else kind
     able = {name for name, one in selection.decisions.items() if isinstance(one, Accepted)}
     if "native_cpu" not in able or able.isdisjoint(_OWN):
         return False

@@ -107,7 +107,8 @@ class Evidence:
             return Verdict(False, "training that is over in some 100 us; torch's own kernel")
         if figure is None:
             kind = kind_of(problem)
-            why = self.undecided.get((problem.dtype, WIDER.get(kind, kind)), self.lacking)
+            wider = self.undecided.get((problem.dtype, WIDER.get(kind, kind)), self.lacking)
+            why = self.undecided.get((problem.dtype, kind), wider)
             return Verdict(False, f"{why}; torch's own kernel")
         share = share_of(problem)
         measured = _said(figure, problem)

@@ -14,6 +14,7 @@ from polyattn.problem import MaskFacts, Problem
 __all__ = [
     "DTYPES",
     "KINDS",
+    "UNCALIBRATED",
     "WIDER",
     "is_array",
     "is_band",
@@ -46,8 +47,11 @@ KINDS = {
 }
 """Each kind, and how it is called in a sentence before the dtype."""
 
-WIDER = {"long decode": "decode"}
-"""The kind whose figure counts where one has none. Such a kind is not calibrated: it takes long."""
+WIDER = {"long decode": "decode", "short decode": "decode"}
+"""The kind whose figure counts where one has none: records may be older than it, or have no row."""
+
+UNCALIBRATED = ("long decode",)
+"""Kinds that take too long to be calibrated."""
 
 _SMALL, _SMALL_DECODE = 1 << 21, 1 << 18
 _TINY_TRAINING, _SMALL_TRAINING, _FEW_KEYS = 1 << 20, 1 << 24, 32
@@ -66,7 +70,7 @@ def kinds_beside(kind: str) -> tuple[str, ...]:
     >>> kinds_beside("train"), kinds_beside("dense")[0]
     (('train',), 'small decode')
     """
-    left_out = {*_TRAINING, *WIDER}
+    left_out = {*_TRAINING, *UNCALIBRATED}
     return (
         ("train",) if kind in _TRAINING else tuple(k for k in reversed(KINDS) if k not in left_out)
     )

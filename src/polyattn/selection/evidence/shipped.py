@@ -57,15 +57,11 @@ class Record:
         Where another form of the kernels runs bfloat16 there, those of many rows are not its own.
         """
         own = machine.bfloat16 in (None, self.bfloat16)
-        figures = {
+        return {
             (dtype, kind): figure
             for (dtype, kind), figure in self.figures.items()
             if own or dtype != "bfloat16" or "decode" in kind
         }
-        for dtype in DTYPES:  # of records from before it was a kind of its own
-            if (dtype, "decode") in figures:
-                figures.setdefault((dtype, "short decode"), figures[dtype, "decode"])
-        return figures
 
 
 def find(machine: Machine, among: Iterable[Record] | None = None) -> Record | None:
