@@ -5,18 +5,17 @@
 //
 // Whatever is not plain, or cannot be read, it hands to `careful`, which knows or says what is wrong.
 #include <nanobind/nanobind.h>
-#include <structmember.h>
 
 #include <cstddef>
 #include <exception>
 #include <new>
 #include <utility>
 
+#include "call_object.h"
 #include "call_parts.h"
 #include "door_surroundings.h"
 #include "exchange.h"
 #include "module_parts.h"
-#include "owning_object.h"
 #include "plain_call.h"
 
 namespace polyattn {
@@ -95,14 +94,6 @@ struct Bare {
   OfProblem problem;
   nb::object none_read;  // the terms of no mask
 };
-
-struct BareObject {
-  PyObject_HEAD
-  vectorcallfunc call;
-  Bare* owned;
-};
-
-Bare& of(PyObject* self) { return *reinterpret_cast<BareObject*>(self)->owned; }
 
 // What a call is made of: q, k, v, mask, bias, sinks, and a tuple of what is held beside them: of keys as codes
 // (key_scales, value_scales, block_size), and of keys in pages (block_table, lengths).
@@ -222,7 +213,7 @@ PyObject* careful(const Bare& call, Given& given) {
 }
 
 PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keywords) {
-  const Bare& call = of(self);
+  const Bare& call = owned_by<Bare>(self);
   const nb::object kept = nb::borrow(self);  // what is called may empty the table that holds it
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
   if (count < 3 || count > kAtMost || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0)) {
@@ -249,48 +240,26 @@ PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keyword
       PyErr_SetString(PyExc_TypeError, error.what());
       return nullptr;
     }
+  } catch (const std::exception&) {  // sizes that no vector can have, say
+    return careful(call, given);
   }
   return careful(call, given);
 }
 
-PyObject* made(PyTypeObject* type, PyObject* parts, Brought brought) {
-  PyObject* const self = type->tp_alloc(type, 0);
-  if (self == nullptr) return nullptr;
-  auto* const object = reinterpret_cast<BareObject*>(self);
-  object->call = run;
-  try {
-    object->owned = new Bare(parts, std::move(brought));
-    return self;
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  }
-  Py_DECREF(self);
-  return nullptr;
-}
-
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-  PyObject* parts = nullptr;
-  static const char* const kKeywords[] = {"parts", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:BareCall", const_cast<char**>(kKeywords),
-                                   &PyTuple_Type, &parts)) {
-    return nullptr;
-  }
-  PyObject* const* const part = reinterpret_cast<PyTupleObject*>(parts)->ob_item;
-  if (PyTuple_GET_SIZE(parts) != kBareParts || !PlainCall::is_known(part[kTypes], part[kAskers]) ||
-      !PyDict_Check(part[kEnviron])) {
-    PyErr_SetString(PyExc_ValueError, "got parts of another version of polyattn");
-    return nullptr;
-  }
-  return made(type, parts, {none(), none()});
+  const auto known = [](PyObject* parts) {
+    PyObject* const* const part = reinterpret_cast<PyTupleObject*>(parts)->ob_item;
+    return PyTuple_GET_SIZE(parts) == kBareParts && PlainCall::is_known(part[kTypes], part[kAskers]) &&
+           PyDict_Check(part[kEnviron]);
+  };
+  PyObject* const parts = parts_given(arguments, keywords, known);
+  return parts == nullptr ? nullptr : made_call<Bare>(type, run, parts, Brought{none(), none()});
 }
 
 // The same call, under a mask of the caller's.
 PyObject* bound_to(PyObject* self, PyObject* mask) {
-  return made(Py_TYPE(self), of(self).parts.ptr(), {nb::borrow(mask), none()});
+  return made_call<Bare>(Py_TYPE(self), run, owned_by<Bare>(self).parts.ptr(),
+                         Brought{nb::borrow(mask), none()});
 }
 
 // The same call, of which the mask is an array: (wrap, adds). None where that array has to be looked at.
@@ -298,8 +267,9 @@ PyObject* on_arrays(PyObject* self, PyObject* arguments) {
   PyObject* wrap = nullptr;
   int adds = 0;
   if (!PyArg_ParseTuple(arguments, "Op:on_arrays", &wrap, &adds)) return nullptr;
-  if (adds != 0 && of(self).part(kLooks) == Py_True) Py_RETURN_NONE;
-  return made(Py_TYPE(self), of(self).parts.ptr(), {none(), nb::borrow(wrap), adds != 0});
+  if (adds != 0 && owned_by<Bare>(self).part(kLooks) == Py_True) Py_RETURN_NONE;
+  return made_call<Bare>(Py_TYPE(self), run, owned_by<Bare>(self).parts.ptr(),
+                         Brought{none(), nb::borrow(wrap), adds != 0});
 }
 
 }  // namespace
@@ -311,24 +281,10 @@ void add_bare_call(nb::module_& m) {
        "The same call, whose mask is an array: (wrap, adds); `wrap` gives (mask, bias) of it. None where "
        "the array has to be looked at."},
       {nullptr, nullptr, 0, nullptr}};
-  static PyMemberDef members[] = {
-      {"__vectorcalloffset__", T_PYSSIZET, offsetof(BareObject, call), READONLY, nullptr},
-      {nullptr, 0, 0, 0, nullptr}};
-  static PyType_Slot slots[] = {
-      {Py_tp_doc, const_cast<char*>("A call of the forward kernel; see "
-                                    "polyattn/backends/native_cpu/torch/bare_kernel.py.")},
-      {Py_tp_new, reinterpret_cast<void*>(create)},
-      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse_owned<BareObject>)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(destroy_owned<BareObject>)},
-      {Py_tp_members, members},
-      {Py_tp_methods, methods},
-      {0, nullptr}};
-  static PyType_Spec spec = {"polyattn._native.BareCall", sizeof(BareObject), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-  PyObject* const type = PyType_FromSpec(&spec);
-  if (type == nullptr) throw nb::python_error();
-  m.attr("BareCall") = nb::steal(type);
+  add_call_type<Bare>(m, "polyattn._native.BareCall",
+                      "A call of the forward kernel; see "
+                      "polyattn/backends/native_cpu/torch/bare_kernel.py.",
+                      create, methods);
 }
 
 }  // namespace polyattn

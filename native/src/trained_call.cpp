@@ -4,17 +4,14 @@
 //
 // Whatever is not ordinary it hands to `careful`, and has called no kernel then.
 #include <nanobind/nanobind.h>
-#include <structmember.h>
 
-#include <cstddef>
 #include <exception>
-#include <new>
 #include <utility>
 
+#include "call_object.h"
 #include "door_surroundings.h"
 #include "exchange.h"
 #include "module_parts.h"
-#include "owning_object.h"
 #include "plain_call.h"
 
 namespace polyattn {
@@ -62,14 +59,6 @@ struct Trained {
   nb::object one, two, zero, transpose, scale_name;
 };
 
-struct TrainedObject {
-  PyObject_HEAD
-  vectorcallfunc call;
-  Trained* owned;
-};
-
-Trained& of(PyObject* self) { return *reinterpret_cast<TrainedObject*>(self)->owned; }
-
 Outcome is_ordinary(const Trained& call, Objects a) {
   try {
     for (int i = 0; i < 3; ++i) {
@@ -110,7 +99,7 @@ PyObject* run_kernel(const Trained& call, Objects a) {
 }
 
 PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keywords) {
-  const Trained& call = of(self);
+  const Trained& call = owned_by<Trained>(self);
   const nb::object held = nb::borrow(self);  // what is called may empty the table that holds it
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
   if (count < 3 || count > kAtMost || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0)) {
@@ -126,43 +115,18 @@ PyObject* run(PyObject* self, Objects arguments, size_t flags, PyObject* keyword
                           : PyObject_Vectorcall(call.part(kCareful), a, kAtMost, nullptr);
 }
 
-PyObject* made(PyTypeObject* type, PyObject* parts, nb::object mask) {
-  PyObject* const self = type->tp_alloc(type, 0);
-  if (self == nullptr) return nullptr;
-  auto* const object = reinterpret_cast<TrainedObject*>(self);
-  object->call = run;
-  try {
-    object->owned = new Trained(parts, std::move(mask));
-    return self;
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  }
-  Py_DECREF(self);
-  return nullptr;
-}
-
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-  PyObject* parts = nullptr;
-  static const char* const kKeywords[] = {"parts", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:TrainedCall", const_cast<char**>(kKeywords),
-                                   &PyTuple_Type, &parts)) {
-    return nullptr;
-  }
-  PyObject* const* const part = reinterpret_cast<PyTupleObject*>(parts)->ob_item;
-  if (PyTuple_GET_SIZE(parts) != kTrainedParts || !PlainCall::is_known(part[kTypes], part[kAskers])) {
-    PyErr_SetString(PyExc_ValueError, "got parts of another version of polyattn");
-    return nullptr;
-  }
-  return made(type, parts, none());
+  const auto known = [](PyObject* parts) {
+    PyObject* const* const part = reinterpret_cast<PyTupleObject*>(parts)->ob_item;
+    return PyTuple_GET_SIZE(parts) == kTrainedParts && PlainCall::is_known(part[kTypes], part[kAskers]);
+  };
+  PyObject* const parts = parts_given(arguments, keywords, known);
+  return parts == nullptr ? nullptr : made_call<Trained>(type, run, parts, none());
 }
 
 // The same call, under a mask of the caller's, for `careful`.
 PyObject* bound_to(PyObject* self, PyObject* mask) {
-  return made(Py_TYPE(self), of(self).parts.ptr(), nb::borrow(mask));
+  return made_call<Trained>(Py_TYPE(self), run, owned_by<Trained>(self).parts.ptr(), nb::borrow(mask));
 }
 
 }  // namespace
@@ -171,24 +135,10 @@ void add_trained_call(nb::module_& m) {
   static PyMethodDef methods[] = {
       {"bound_to", bound_to, METH_O, "The same call under this mask, whatever mask it is given."},
       {nullptr, nullptr, 0, nullptr}};
-  static PyMemberDef members[] = {
-      {"__vectorcalloffset__", T_PYSSIZET, offsetof(TrainedObject, call), READONLY, nullptr},
-      {nullptr, 0, 0, 0, nullptr}};
-  static PyType_Slot slots[] = {
-      {Py_tp_doc, const_cast<char*>("A short call that trains; see "
-                                    "polyattn/backends/sdpa/torch/short_training.py.")},
-      {Py_tp_new, reinterpret_cast<void*>(create)},
-      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse_owned<TrainedObject>)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(destroy_owned<TrainedObject>)},
-      {Py_tp_members, members},
-      {Py_tp_methods, methods},
-      {0, nullptr}};
-  static PyType_Spec spec = {"polyattn._native.TrainedCall", sizeof(TrainedObject), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-  PyObject* const type = PyType_FromSpec(&spec);
-  if (type == nullptr) throw nb::python_error();
-  m.attr("TrainedCall") = nb::steal(type);
+  add_call_type<Trained>(m, "polyattn._native.TrainedCall",
+                         "A short call that trains; see "
+                         "polyattn/backends/sdpa/torch/short_training.py.",
+                         create, methods);
 }
 
 }  // namespace polyattn

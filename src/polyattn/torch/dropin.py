@@ -252,7 +252,7 @@ def _modelled(
 ) -> Any:
     options = _options(attn_mask, dropout_p, is_causal, scale)
     if q.dim() == 4:
-        way = SdpaWay(attn_mask, options)
+        way = SdpaWay(options, attn_mask)
         return dispatch(way, key, q, k, v, (attn_mask,), None)
     lead = q.shape[:-3]
     if q.dim() == 3:

@@ -12,25 +12,17 @@ from torch import Tensor
 from polyattn.masks import Dense
 from polyattn.masks.biases import DenseBias
 from polyattn.selection.prepare import Plan
-from polyattn.torch.admission import Call, admit
-from polyattn.torch.long_way import runner
+from polyattn.torch.admission import Call
+from polyattn.torch.long_way import AttentionWay, runner
 
 __all__ = ["SdpaWay"]
 
 
 @dataclass(frozen=True)
-class SdpaWay:
+class SdpaWay(AttentionWay):
     """Calls with torch's signature and four dims; runners take the mask as it came."""
 
     attn_mask: Any
-    options: dict[str, Any]
-
-    @property
-    def mask(self) -> Any:
-        return self.options["mask"]
-
-    def admit(self, q: Any, k: Any, v: Any) -> Call:
-        return admit(q, k, v, **self.options)
 
     def runner(self, plan: Plan, call: Call) -> Callable[..., Any]:
         """Return ``run(q, k, v, attn_mask)``; a mask of a known shape need not be checked again."""
